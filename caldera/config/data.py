@@ -1,0 +1,76 @@
+"""The keys of the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from caldera.config.fields import mapping, nested, option, refused
+
+
+@dataclass
+class CustomClassConfig:
+    path: str | None = None
+    """File, `file://` or `pkg://` that holds the class."""
+    name: str | None = None
+    """Name of the class."""
+
+
+@dataclass
+class SamplerConfig:
+    class_path: str | None = refused(None, "curriculum samplers are not part of this release")
+    class_name: str | None = refused(None, "curriculum samplers are not part of this release")
+
+
+@dataclass
+class DataConfig:
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer; null: the model's."""
+    use_shm: bool = refused(False, "files are read from where they are")
+    train_files: Any = None
+    """Parquet, JSON or JSON-lines files with the training prompts. Required."""
+    val_files: Any = None
+    """Files with the validation prompts. Required."""
+    train_max_samples: int = -1
+    """Most training rows; -1: all."""
+    val_max_samples: int = -1
+    """Most validation rows; -1: all."""
+    prompt_key: str = "prompt"
+    """Column with the chat messages."""
+    reward_fn_key: str = "data_source"
+    """Column that picks the scorer."""
+    max_prompt_length: int = option(512, minimum=1)
+    """Most tokens of a prompt."""
+    max_response_length: int = option(512, minimum=1)
+    """Most tokens of an answer."""
+    train_batch_size: int = option(1024, minimum=1)
+    """Prompts per training step."""
+    gen_batch_size: int | None = refused(None, "each step samples train_batch_size prompts")
+    val_batch_size: int | None = option(None, minimum=1)
+    """Prompts per validation batch; null: all at once."""
+    return_raw_input_ids: bool = False
+    """Keep the prompt's unpadded ids in the row, as raw_prompt_ids."""
+    return_raw_chat: bool = True
+    """Keep the chat messages in the row, as raw_prompt."""
+    return_full_prompt: bool = False
+    """Keep the templated text in the row, as full_prompts."""
+    shuffle: bool = True
+    """Draw training prompts in random order."""
+    seed: int | None = None
+    """Seed of that order; null: rollout.seed."""
+    dataloader_num_workers: int = option(0, minimum=0)
+    """Processes that prepare rows; 0: this one."""
+    validation_shuffle: bool = False
+    """Shuffle the validation rows."""
+    filter_overlong_prompts: bool = False
+    """Drop prompts longer than max_prompt_length instead of treating them by `truncation`."""
+    filter_overlong_prompts_workers: int = option(1, minimum=1)
+    """Processes that measure prompts for the filter."""
+    truncation: str = option("error", choices=("error", "left", "right", "middle"))
+    """What happens to a prompt that is too long: an error, or which part is cut away."""
+    trust_remote_code: bool = False
+    """Whether code that comes with the tokenizer may run."""
+    custom_cls: CustomClassConfig = nested(CustomClassConfig)
+    sampler: SamplerConfig = nested(SamplerConfig)
+    apply_chat_template_kwargs: dict[str, Any] = mapping()
+    """Further arguments of the chat template."""

@@ -1,0 +1,49 @@
+"""The whole configuration of a PPO run, under verl's key names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from caldera.config.actor import ActorConfig, RefConfig
+from caldera.config.algorithm import AlgorithmConfig
+from caldera.config.critic import CriticConfig
+from caldera.config.data import DataConfig
+from caldera.config.fields import mapping, nested, refused
+from caldera.config.model import ModelConfig
+from caldera.config.reward import CustomRewardFunctionConfig, RewardModelConfig
+from caldera.config.rollout import RolloutConfig
+from caldera.config.trainer import TrainerConfig
+
+NO_SEARCH = "the search agent is not part of this release"
+
+
+@dataclass
+class ActorRolloutRefConfig:
+    hybrid_engine: bool = refused(True, "training and sampling share their devices")
+    model: ModelConfig = nested(ModelConfig)
+    actor: ActorConfig = nested(ActorConfig)
+    ref: RefConfig = nested(RefConfig)
+    rollout: RolloutConfig = nested(RolloutConfig)
+
+
+@dataclass
+class RetrieverConfig:
+    url: str | None = refused(None, NO_SEARCH)
+    topk: int = refused(3, NO_SEARCH)
+
+
+@dataclass
+class PPOTrainerConfig:
+    data: DataConfig = nested(DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = nested(ActorRolloutRefConfig)
+    critic: CriticConfig = nested(CriticConfig)
+    reward_model: RewardModelConfig = nested(RewardModelConfig)
+    custom_reward_function: CustomRewardFunctionConfig = nested(CustomRewardFunctionConfig)
+    algorithm: AlgorithmConfig = nested(AlgorithmConfig)
+    trainer: TrainerConfig = nested(TrainerConfig)
+    ray_kwargs: dict[str, Any] = mapping()
+    """Arguments of Ray; a run in one process needs none."""
+    do_search: bool = refused(False, NO_SEARCH)
+    max_turns: int = refused(1, NO_SEARCH)
+    retriever: RetrieverConfig = nested(RetrieverConfig)

@@ -1,0 +1,60 @@
+"""The keys of the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from caldera.config.fields import listed, option, refused
+
+
+@dataclass
+class TrainerConfig:
+    balance_batch: bool = True
+    """Deal samples to ranks so that all have the same work."""
+    total_epochs: int = option(30, minimum=1)
+    """Passes over the training data."""
+    total_training_steps: int | None = option(None, minimum=1)
+    """Steps of the whole run; null: total_epochs times the batches of an epoch."""
+    project_name: str = "caldera_examples"
+    """Project under which loggers file the run."""
+    experiment_name: str = "gsm8k"
+    """Name of the run."""
+    logger: Any = listed("console", "file")
+    """Where metrics go: names of loggers."""
+    log_val_generations: int = option(0, minimum=0)
+    """Validation answers that are shown at each validation."""
+    rollout_data_dir: str | None = None
+    """Folder for every training answer, one JSON-lines file a step; null: not kept."""
+    validation_data_dir: str | None = None
+    """Folder for every validation answer; null: not kept."""
+    nnodes: int = refused(1, "several nodes are not part of this release")
+    n_gpus_per_node: int | None = option(None, minimum=1)
+    """Devices (GPUs, or ranks on a CPU) a node; null: 1. More than 1 is not part of this release."""
+    device: str | None = option(None, choices=("cuda", "cpu"))
+    """Where models live; null: cuda where there is a GPU, else cpu."""
+    save_freq: int = -1
+    """Steps between checkpoints, the last step included; -1: none."""
+    test_freq: int = -1
+    """Steps between validations, the last step included; -1: none."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """Validate and stop."""
+    critic_warmup: int = option(0, minimum=0)
+    """First step in which the actor is trained; before it the critic trains alone."""
+    resume_mode: str = option("auto", choices=("auto", "disable", "resume_path"))
+    """Go on from the newest checkpoint, start anew, or go on from resume_from_path."""
+    resume_from_path: str | None = None
+    """A global_step_N folder, for resume_mode=resume_path."""
+    default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
+    """Folder of the run: checkpoints, metrics, resolved config."""
+    default_hdfs_dir: str | None = refused(None, "checkpoints are written to local folders")
+    del_local_ckpt_after_load: bool = False
+    """Remove a checkpoint once it has been loaded."""
+    max_actor_ckpt_to_keep: int | None = option(None, minimum=1)
+    """Newest checkpoints whose actor is kept; null: all."""
+    max_critic_ckpt_to_keep: int | None = option(None, minimum=1)
+    """Newest checkpoints whose critic is kept; null: all."""
+    progress: bool = True
+    """Show a progress bar."""

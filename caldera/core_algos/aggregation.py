@@ -1,0 +1,125 @@
+"""From a loss per token to one number, whatever the micro-batches.
+
+A mini-batch is what one optimiser step sees. It is cut into data-parallel ranks, and each rank's
+part into micro-batches. A mean taken in each micro-batch would weigh a token by the company it
+keeps; dividing by the counts of the whole mini-batch instead makes the parts add up to the whole:
+sum over micro-batches, mean over ranks (which is what gradient averaging does, hence `dp_size`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from caldera.core_algos.masked import masked_sum
+from caldera.errors import ConfigError, ProtocolError
+
+__all__ = ["LOSS_AGG_MODES", "Count", "LossScale", "agg_loss"]
+
+LOSS_AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+)
+
+Count = int | Tensor  # a tensor stays on its device: counting need not wait for a GPU
+
+
+@dataclass(frozen=True, eq=False)
+class LossScale:
+    """The counts of a whole mini-batch, over all of its micro-batches and ranks."""
+
+    batch_num_tokens: Count
+    """Tokens in the loss mask."""
+    global_batch_size: Count
+    """Sequences with at least one such token."""
+    dp_size: int = 1
+    """Ranks whose gradients are averaged."""
+    response_length: int | None = None
+    """Width R of the mini-batch, the default divisor of seq-mean-token-sum-norm. Engines that
+    trim or pack their micro-batches must give it; None takes the width at hand."""
+
+    @classmethod
+    def from_mask(cls, mask: Tensor, dp_size: int = 1) -> LossScale:
+        """The counts of the mini-batch whose whole loss mask this is."""
+        kept = mask.bool()  # (B, R)
+        return cls(
+            batch_num_tokens=kept.sum(),
+            global_batch_size=kept.any(-1).sum(),
+            dp_size=dp_size,
+            response_length=mask.shape[-1],
+        )
+
+    def aggregate(
+        self,
+        loss_mat: Tensor,
+        loss_mask: Tensor,
+        loss_agg_mode: str,
+        loss_scale_factor: float | None = None,
+    ) -> Tensor:
+        """`agg_loss` with these counts."""
+        if loss_scale_factor is None:
+            loss_scale_factor = self.response_length
+        return agg_loss(
+            loss_mat,
+            loss_mask,
+            loss_agg_mode,
+            dp_size=self.dp_size,
+            batch_num_tokens=self.batch_num_tokens,
+            global_batch_size=self.global_batch_size,
+            loss_scale_factor=loss_scale_factor,
+        )
+
+    def token_mean(self, values: Tensor, mask: Tensor) -> Tensor:
+        """This micro-batch's share of a metric's mean over the tokens of the mini-batch.
+
+        The shares combine as losses do: sum over micro-batches, mean over ranks.
+        """
+        return self.aggregate(values.detach(), mask, "token-mean")
+
+
+def agg_loss(
+    loss_mat: Tensor,  # (B, R)
+    loss_mask: Tensor,  # (B, R)
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: Count | None = None,
+    global_batch_size: Count | None = None,
+    loss_scale_factor: float | None = None,
+) -> Tensor:
+    """Reduce a loss matrix to a scalar, in one of LOSS_AGG_MODES.
+
+    Counts that are not given are those of this matrix. A matrix without tokens gives 0, and so
+    does its gradient.
+    """
+    if loss_agg_mode not in LOSS_AGG_MODES:
+        raise ConfigError(
+            f"loss_agg_mode={loss_agg_mode!r} is not one of: {', '.join(LOSS_AGG_MODES)}"
+        )
+    kept = loss_mask.bool()
+    sequence_losses = masked_sum(loss_mat, kept, dim=-1)  # (B,)
+    if loss_agg_mode == "seq-mean-token-mean":
+        sequence_losses = sequence_losses / (kept.sum(-1) + 1e-8)
+    elif loss_agg_mode == "seq-mean-token-sum-norm":
+        width = loss_mask.shape[-1]
+        sequence_losses = sequence_losses / (
+            width if loss_scale_factor is None else loss_scale_factor
+        )
+
+    total = sequence_losses.sum() * dp_size
+    if loss_agg_mode == "token-sum":
+        return total
+    if loss_agg_mode == "token-mean":
+        return total / _divisor("batch_num_tokens", batch_num_tokens, kept.sum(), dp_size)
+    return total / _divisor("global_batch_size", global_batch_size, kept.any(-1).sum(), dp_size)
+
+
+def _divisor(name: str, given: Count | None, local: Tensor, dp_size: int) -> Count:
+    """The count to divide by, at least 1 so that nothing over nothing is 0."""
+    if given is None and dp_size > 1:
+        raise ProtocolError(f"agg_loss with dp_size={dp_size} needs {name} of the whole mini-batch")
+    count = local if given is None else given
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)

@@ -1,0 +1,59 @@
+"""From data files to token batches: data sets, loaders, padding and balancing."""
+
+from __future__ import annotations
+
+from caldera.data.balance import (
+    balance_order,
+    balance_partitions,
+    get_seqlen_balanced_partitions,
+    log_seqlen_unbalance,
+    micro_batches_by_count,
+    micro_batches_by_tokens,
+    workload,
+)
+from caldera.data.chat import chat_messages, render_chat, tokenize_chat
+from caldera.data.collate import Batch, collate_fn, object_array
+from caldera.data.create import create_rl_dataset
+from caldera.data.files import read_rows
+from caldera.data.importing import load_object
+from caldera.data.length_filter import fitting_prompts, prompt_lengths
+from caldera.data.loader import (
+    FixedLoader,
+    StatefulLoader,
+    create_train_loader,
+    create_val_loader,
+)
+from caldera.data.padding import compute_position_ids, left_pad, right_pad, truncate
+from caldera.data.rl_dataset import RLHFDataset
+from caldera.data.tokenizer import hf_tokenizer
+
+__all__ = [
+    "Batch",
+    "FixedLoader",
+    "RLHFDataset",
+    "StatefulLoader",
+    "balance_order",
+    "balance_partitions",
+    "chat_messages",
+    "collate_fn",
+    "compute_position_ids",
+    "create_rl_dataset",
+    "create_train_loader",
+    "create_val_loader",
+    "fitting_prompts",
+    "get_seqlen_balanced_partitions",
+    "hf_tokenizer",
+    "left_pad",
+    "load_object",
+    "log_seqlen_unbalance",
+    "micro_batches_by_count",
+    "micro_batches_by_tokens",
+    "object_array",
+    "prompt_lengths",
+    "read_rows",
+    "render_chat",
+    "right_pad",
+    "tokenize_chat",
+    "truncate",
+    "workload",
+]

@@ -1,0 +1,125 @@
+"""Data files to rows: parquet, JSON and JSON lines."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from caldera.errors import DataError
+
+Row = dict[str, Any]
+
+EXTENSIONS = (".parquet", ".json", ".jsonl")
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """The rows of several files, one after another, all with the same columns."""
+
+    rows: list[Row]
+    files: list[Path]
+    starts: list[int]
+    """The number of the first row of each file."""
+
+    def where(self, row: int) -> str:
+        """Where a row comes from, for an error message."""
+        file = bisect_right(self.starts, row) - 1
+        return f"row {row - self.starts[file]} of {self.files[file]}"
+
+
+def read_rows(
+    files: str | Sequence[str], *, key: str, required: Mapping[str, str] | None = None
+) -> RowTable:
+    """Read all rows of the files; a column that some rows lack is None there.
+
+    `key` is the configuration key that named the files; `required` maps each column that every
+    file must have to the configuration key that named the column.
+    """
+    paths = [_local_file(file, key) for file in ([files] if isinstance(files, str) else files)]
+    rows: list[Row] = []
+    starts: list[int] = []
+    columns: dict[str, None] = {}
+    for path in paths:
+        found = _read_file(path, key)
+        file_columns = {column: None for row in found for column in row}
+        if found:
+            _check_columns(path, file_columns, required or {})
+        starts.append(len(rows))
+        rows.extend(found)
+        columns |= file_columns
+    if not rows:
+        names = ", ".join(map(str, paths)) or "no files"
+        raise DataError(f"{key}: the data set has no rows ({names})")
+    return RowTable([{c: row.get(c) for c in columns} for row in rows], paths, starts)
+
+
+def _local_file(file: str, key: str) -> Path:
+    path = Path(file.removeprefix("file://")).expanduser()
+    if "://" in str(file) and not file.startswith("file://"):
+        raise DataError(f"{key}: {file} is not a local file, and only local files can be read")
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise DataError(f"{key}: {path} is a folder, not a file{_near_files(path, path.name)}")
+    if not path.parent.is_dir():
+        raise DataError(f"{key}: {path} does not exist, nor does its folder {path.parent}")
+    raise DataError(f"{key}: {path} does not exist{_near_files(path.parent, path.name)}")
+
+
+def _near_files(folder: Path, name: str) -> str:
+    names = sorted(p.name for p in folder.iterdir() if p.suffix in EXTENSIONS)
+    close = difflib.get_close_matches(name, names, n=5, cutoff=0.0)
+    return f"; {folder} holds {', '.join(close)}" if close else ""
+
+
+def _read_file(path: Path, key: str) -> list[Row]:
+    if path.suffix not in EXTENSIONS:
+        known = ", ".join(EXTENSIONS)
+        raise DataError(f"{key}: {path} has the extension {path.suffix!r}; known are {known}")
+    try:
+        if path.suffix == ".parquet":
+            rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+            return rows
+        # A byte order mark at the start is not part of the JSON.
+        return list(_json_rows(path.read_text(encoding="utf-8-sig")))
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"{key}: cannot read {path}: {error}") from error
+
+
+def _json_rows(text: str) -> Iterator[Row]:
+    """The objects of a JSON array, or those of JSON lines, whichever the text is."""
+    if text.lstrip().startswith("["):
+        for number, row in enumerate(json.loads(text)):
+            yield _json_object(row, f"element {number}")
+        return
+    # Not str.splitlines: it would also split at line separators inside JSON strings.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number}: {error.msg} (column {error.colno})") from error
+        yield _json_object(row, f"line {number}")
+
+
+def _json_object(row: object, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is a {type(row).__name__}, not an object")
+    return row
+
+
+def _check_columns(path: Path, columns: Mapping[str, None], required: Mapping[str, str]) -> None:
+    for column, key in required.items():
+        if column not in columns:
+            raise DataError(
+                f"{key}={column!r}: {path} has no such column; its columns are {', '.join(columns)}"
+            )

@@ -1,0 +1,91 @@
+"""Objects of the user's own, named by path and name in the configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from caldera.errors import ConfigError, nearest
+
+
+def load_object(path: str, name: str | None, key: str) -> Any:
+    """The object `name` of a Python file or module.
+
+    `path` is `/x/y.py`, `file:///x/y.py` or `pkg://a.b.c`; `key` is the configuration node that
+    holds the path and the name, such as `data.custom_cls`.
+    """
+    if path.startswith("pkg://"):
+        module = _import_package(path.removeprefix("pkg://"), key)
+    else:
+        module = _import_file(Path(path.removeprefix("file://")).expanduser(), key)
+    defined = _defined_names(module)
+    if not name:
+        raise ConfigError(f"{key}: {path} is given without a name; it defines {_listed(defined)}")
+    if not hasattr(module, name):
+        guess = nearest(name, defined)
+        hint = f" (did you mean {guess!r}?)" if guess else ""
+        raise ConfigError(f"{key}: {path} has no {name!r}{hint}; it defines {_listed(defined)}")
+    return getattr(module, name)
+
+
+def _import_package(dotted: str, key: str) -> ModuleType:
+    try:
+        return importlib.import_module(dotted)
+    except ModuleNotFoundError as error:
+        # A module that the named one imports in vain is a mistake inside it, not in the path.
+        if error.name is None or not f"{dotted}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(f"{key}: pkg://{dotted} cannot be imported: {error}") from error
+
+
+def _import_file(path: Path, key: str) -> ModuleType:
+    if path.suffix != ".py":
+        raise ConfigError(
+            f"{key}: {path} is not a Python file; give /x/y.py, file:///x/y.py or pkg://a.b.c"
+        )
+    if not path.is_file():
+        raise ConfigError(f"{key}: {path} does not exist{_near_file(path)}")
+    resolved = path.resolve()
+    digest = hashlib.sha256(str(resolved).encode()).hexdigest()[:8]
+    module_name = f"caldera_user_{path.stem}_{digest}"
+    # Once a process: running a file twice would make its classes, and what it registers, twice.
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, resolved)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+def _near_file(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f", nor does its folder {folder}"
+    guess = nearest(path.name, sorted(p.name for p in folder.glob("*.py")))
+    return f"; did you mean {folder / guess}?" if guess else ""
+
+
+def _defined_names(module: ModuleType) -> list[str]:
+    """The public functions and classes that a module defines itself."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and callable(value)
+        and getattr(value, "__module__", None) == module.__name__
+    ]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "no functions or classes"

@@ -1,0 +1,234 @@
+"""Batches in an order that survives a restart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from caldera.data.collate import Batch, collate_fn
+from caldera.data.order import seeded_permutation
+from caldera.errors import CalderaError, CheckpointError, DataError
+
+if TYPE_CHECKING:
+    from caldera.config import DataConfig
+
+Collate = Callable[[Sequence[dict[str, Any]]], Batch]
+
+
+class RowSource(Protocol):
+    """What a loader needs of a data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: int, /) -> dict[str, Any]: ...
+
+
+class StatefulLoader:
+    """The batches of a data set, epoch after epoch.
+
+    The order of epoch e is a pure function of (seed, e), so the whole state is a position in it:
+    how many epochs, and batches of the current one, have been handed out. Batches that worker
+    processes have prepared and nobody has taken do not count.
+    """
+
+    def __init__(
+        self,
+        dataset: RowSource,
+        batch_size: int,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        num_workers: int = 0,
+        collate: Collate = collate_fn,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.num_workers = num_workers
+        self.collate = collate
+        self.epoch = 0
+        """The epoch of the next batch."""
+        self.batches_done = 0
+        """How many batches of that epoch have been handed out."""
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        rows = len(self.dataset)
+        return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches that are left of the current epoch; afterwards the next epoch is current."""
+        epoch, first = self.epoch, self.batches_done
+        order = _epoch_order(len(self.dataset), self.shuffle, self.seed, epoch)
+        batches = _chunks(order, self.batch_size)[first : len(self)]
+        loaded = _load(self.dataset, batches, self.collate, self.num_workers)
+        for done, batch in enumerate(loaded, start=first + 1):
+            # Counted before it is handed out: a checkpoint is saved while the batch is in use.
+            self.epoch, self.batches_done = (epoch + 1, 0) if done == len(self) else (epoch, done)
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The position after the latest batch, and what it is a position in."""
+        return {"epoch": self.epoch, "batches_done": self.batches_done, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on with the batch after the latest one that the saved loader had handed out."""
+        names = {
+            "dataset_length": "the number of training rows",
+            "batch_size": "data.train_batch_size",
+            "seed": "data.seed",
+            "shuffle": "data.shuffle",
+            "drop_last": "drop_last",
+        }
+        if missing := {"epoch", "batches_done", *names} - state.keys():
+            raise CheckpointError(f"the state of the data loader lacks {sorted(missing)}")
+        for field, now in self._identity().items():
+            if state[field] != now:
+                raise CheckpointError(
+                    f"the checkpoint's data order does not fit: {names[field]} was "
+                    f"{state[field]} when it was saved and is {now} now"
+                )
+        self.epoch, self.batches_done = state["epoch"], state["batches_done"]
+
+    def _identity(self) -> dict[str, int]:
+        return {
+            "dataset_length": len(self.dataset),
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+        }
+
+
+class FixedLoader:
+    """The same batches in the same order every time, the last one possibly smaller."""
+
+    def __init__(
+        self,
+        dataset: RowSource,
+        batch_size: int,
+        *,
+        seed: int,
+        shuffle: bool = False,
+        num_workers: int = 0,
+        collate: Collate = collate_fn,
+    ) -> None:
+        self.dataset = dataset
+        self.num_workers = num_workers
+        self.collate = collate
+        self._batches = _chunks(_epoch_order(len(dataset), shuffle, seed, 0), batch_size)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return _load(self.dataset, self._batches, self.collate, self.num_workers)
+
+
+def create_train_loader(
+    dataset: RowSource, config: DataConfig, collate: Collate = collate_fn
+) -> StatefulLoader:
+    """The loader of the training batches; rows that fill no whole batch sit an epoch out."""
+    assert config.seed is not None, "loading a configuration settles its seeds"
+    batch_size = config.gen_batch_size or config.train_batch_size
+    if len(dataset) < batch_size:
+        key = "gen_batch_size" if config.gen_batch_size else "train_batch_size"
+        raise DataError(
+            f"the training set has {len(dataset)} rows, fewer than one batch of "
+            f"data.{key}={batch_size}"
+        )
+    return StatefulLoader(
+        dataset,
+        batch_size,
+        seed=config.seed,
+        shuffle=config.shuffle,
+        num_workers=config.dataloader_num_workers,
+        collate=collate,
+    )
+
+
+def create_val_loader(
+    dataset: RowSource, config: DataConfig, collate: Collate = collate_fn
+) -> FixedLoader:
+    """The loader of the validation batches: `data.val_batch_size` rows each, or all at once."""
+    assert config.seed is not None, "loading a configuration settles its seeds"
+    if len(dataset) == 0:
+        raise DataError(
+            f"the validation set has 0 rows, too few for data.val_batch_size="
+            f"{config.val_batch_size}"
+        )
+    return FixedLoader(
+        dataset,
+        config.val_batch_size or len(dataset),
+        seed=config.seed,
+        shuffle=config.validation_shuffle,
+        num_workers=config.dataloader_num_workers,
+        collate=collate,
+    )
+
+
+def _epoch_order(rows: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
+    return seeded_permutation(rows, seed, epoch) if shuffle else list(range(rows))
+
+
+def _chunks(order: list[int], size: int) -> list[list[int]]:
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+class _Batches(Dataset[Batch | CalderaError]):
+    """Whole batches as the items of a data set.
+
+    A mistake of the user's is returned instead of raised: torch would raise it anew in the main
+    process with the worker's traceback for a message.
+    """
+
+    def __init__(self, dataset: RowSource, batches: list[list[int]], collate: Collate) -> None:
+        self.dataset = dataset
+        self.batches = batches
+        self.collate = collate
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, item: int) -> Batch | CalderaError:
+        try:
+            return self.collate([self.dataset[row] for row in self.batches[item]])
+        except CalderaError as error:
+            return error
+
+
+def _load(
+    dataset: RowSource, batches: list[list[int]], collate: Collate, num_workers: int
+) -> Iterator[Batch]:
+    loader: DataLoader[Batch | CalderaError] = DataLoader(
+        _Batches(dataset, batches, collate),
+        batch_size=None,
+        collate_fn=_unchanged,
+        # More workers than CPUs or batches would only wait, and do not change the result.
+        num_workers=min(num_workers, _cpu_count(), len(batches)),
+        # Without its own generator, torch would draw from the global one at every start, and a
+        # resumed run starts more often than an uninterrupted one.
+        generator=torch.Generator(),
+    )
+    for batch in loader:
+        if isinstance(batch, CalderaError):
+            raise batch
+        yield batch
+
+
+def _cpu_count() -> int:
+    """The CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

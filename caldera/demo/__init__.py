@@ -1,0 +1,1 @@
+"""The demonstration: a small model that learns while you watch."""

@@ -1,0 +1,79 @@
+"""Engine: one model with its optimiser, wherever and however it is laid out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor, nn
+
+from caldera.core_algos import LossScale
+from caldera.protocol import DataProto
+from caldera.registry import Registry
+
+OutputName = Literal["log_probs", "entropy", "values"]
+
+Outputs = dict[OutputName, Tensor]
+"""What a forward pass yields, each (B, R) and 0 outside the response mask."""
+
+LossFn = Callable[[Outputs, DataProto, LossScale], tuple[Tensor, dict[str, Tensor]]]
+"""(outputs of a micro-batch, its rows, denominators of the whole mini-batch) -> loss and metrics.
+
+Losses and metrics of the micro-batches are summed, so each must be its share of the whole.
+"""
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """What to compute, and how many rows or tokens to take at a time."""
+
+    outputs: tuple[OutputName, ...]
+    micro_batch_size: int | None  # rows; or, when None,
+    max_tokens: int | None  # tokens
+    temperature: float = 1.0
+
+
+class Engine(ABC):
+    """The seam between roles and training back ends."""
+
+    module: nn.Module
+    version: int
+    """Optimiser steps that the weights have seen."""
+
+    @abstractmethod
+    def infer(self, batch: DataProto, plan: ForwardPlan) -> Outputs:
+        """Outputs of every row, without gradients, on the CPU."""
+
+    @abstractmethod
+    def train(self, mini_batch: DataProto, loss_fn: LossFn, plan: ForwardPlan) -> dict[str, float]:
+        """One optimiser step. The result does not depend on the split into micro-batches."""
+
+    @abstractmethod
+    def step_schedule(self) -> float:
+        """Advance the learning-rate schedule by one training step; returns the rate just used."""
+
+    @abstractmethod
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream of (Hugging Face name, full tensor)."""
+
+    @abstractmethod
+    def load(self, folder: Path, contents: list[str]) -> None:
+        """Read back what `save` wrote."""
+
+    @abstractmethod
+    def save(self, folder: Path, contents: list[str]) -> None:
+        """Write model, optimiser and the rest of the state into the folder."""
+
+    @abstractmethod
+    def onload(self, optimizer: bool = False) -> None:
+        """Bring offloaded parameters, and the optimiser's state if asked, to the device."""
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Send parameters and optimiser state to host memory where the config asks for it."""
+
+
+ENGINES: Registry[type[Engine]] = Registry("training engine (strategy)")

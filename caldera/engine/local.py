@@ -1,0 +1,207 @@
+"""The engine for one process and one device, CPU or GPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from caldera.config import FSDPConfig, OptimizerConfig
+from caldera.core_algos import LossScale
+from caldera.data import micro_batches_by_count, micro_batches_by_tokens
+from caldera.engine.base import ENGINES, Engine, ForwardPlan, LossFn, Outputs
+from caldera.engine.optim import build_optimizer, build_schedule
+from caldera.engine.packing import PackedRows, pack_rows
+from caldera.errors import CheckpointError
+from caldera.models.forward import hidden_states, language_head, value_scores
+from caldera.models.head import log_prob_and_entropy
+from caldera.models.loading import DTYPES, exported_weights, save_pretrained
+from caldera.protocol import DataProto
+
+logger = logging.getLogger(__name__)
+
+WORLD = "world_size_1_rank_0"
+
+
+@ENGINES.register("local")
+class LocalEngine(Engine):
+    """Packed forward passes, exact gradient accumulation, clipping, a schedule, checkpoints."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        memory: FSDPConfig,
+        optim: OptimizerConfig | None,
+        grad_clip: float = 0.0,
+    ) -> None:
+        """Without `optim` the model is frozen."""
+        self.module = module.to(device)
+        self.version = 0
+        self._device = device
+        self._memory = memory
+        self._grad_clip = grad_clip
+        self._optimizer = None
+        if optim is None:
+            module.requires_grad_(False)
+        else:
+            self._optimizer = build_optimizer(module.parameters(), optim)
+            self._schedule = build_schedule(self._optimizer, optim)
+        module.eval()
+
+    def infer(self, batch: DataProto, plan: ForwardPlan) -> Outputs:
+        self.module.eval()
+        rows, width = batch.batch["response_mask"].shape
+        results: Outputs = {name: torch.zeros(rows, width) for name in plan.outputs}
+        with torch.no_grad():
+            for indices in _micro_batches(batch, plan):
+                outputs = self._forward(pack_rows(batch.select_idxs(indices), self._device), plan)
+                for name, value in outputs.items():
+                    results[name][indices] = value.cpu()
+        return results
+
+    def train(self, mini_batch: DataProto, loss_fn: LossFn, plan: ForwardPlan) -> dict[str, float]:
+        assert self._optimizer is not None, "a frozen engine is not trained"
+        self.module.train()
+        self._optimizer.zero_grad(set_to_none=True)
+        scale = LossScale.from_mask(mini_batch.batch["response_mask"])
+        totals: dict[str, Tensor] = {}
+        for indices in _micro_batches(mini_batch, plan):
+            rows = mini_batch.select_idxs(indices).to(self._device)
+            outputs = self._forward(pack_rows(rows, self._device), plan)
+            loss, metrics = loss_fn(outputs, rows, scale)
+            loss.backward()  # type: ignore[no-untyped-call]
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, torch.zeros_like(value)) + value.detach()
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._grad_clip or float("inf"))
+        if torch.isfinite(norm):
+            self._optimizer.step()
+            self.version += 1
+        else:
+            logger.warning("the gradient norm is %s: this optimiser step is skipped", norm.item())
+        self._optimizer.zero_grad(set_to_none=True)
+        self.module.eval()
+        return {name: value.item() for name, value in totals.items()} | {"grad_norm": norm.item()}
+
+    def step_schedule(self) -> float:
+        rate = float(self._schedule.get_last_lr()[0])
+        self._schedule.step()
+        return rate
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return exported_weights(self.module)
+
+    def save(self, folder: Path, contents: list[str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if "model" in contents:
+            torch.save(self.module.state_dict(), folder / f"model_{WORLD}.pt")
+        if "optimizer" in contents and self._optimizer is not None:
+            torch.save(self._optimizer.state_dict(), folder / f"optim_{WORLD}.pt")
+        if "extra" in contents:
+            extra = {
+                "lr_scheduler": self._schedule.state_dict() if self._optimizer else None,
+                "rng": _rng_state(),
+                "version": self.version,
+            }
+            torch.save(extra, folder / f"extra_state_{WORLD}.pt")
+        if "hf_model" in contents:
+            save_pretrained(self.module, folder / "huggingface")
+        layout = {"FSDP_version": 1, "world_size": 1}  # one shard, under the names of a sharded one
+        (folder / "fsdp_config.json").write_text(json.dumps(layout))
+
+    def load(self, folder: Path, contents: list[str]) -> None:
+        if "model" in contents:
+            self.module.load_state_dict(self._read(folder / f"model_{WORLD}.pt"))
+        if "optimizer" in contents and self._optimizer is not None:
+            self._optimizer.load_state_dict(self._read(folder / f"optim_{WORLD}.pt"))
+        if "extra" in contents:
+            extra = self._read(folder / f"extra_state_{WORLD}.pt")
+            if self._optimizer is not None:
+                self._schedule.load_state_dict(extra["lr_scheduler"])
+            self.version = extra["version"]
+            _restore_rng(extra["rng"])
+
+    def onload(self, optimizer: bool = False) -> None:
+        if self._memory.param_offload:
+            self.module.to(self._device)
+        if optimizer and self._memory.optimizer_offload and self._optimizer is not None:
+            _move_optimizer(self._optimizer, self._device)
+
+    def offload(self) -> None:
+        if self._memory.param_offload:
+            self.module.to("cpu")
+        if self._memory.optimizer_offload and self._optimizer is not None:
+            _move_optimizer(self._optimizer, torch.device("cpu"))
+
+    def _forward(self, packed: PackedRows, plan: ForwardPlan) -> Outputs:
+        with self._precision():
+            hidden = hidden_states(
+                self.module, packed.input_ids, packed.sequences.position_ids, packed.sequences
+            )  # (T, H)
+        hidden = hidden.index_select(0, packed.predictors)  # (N, H)
+        outputs: Outputs = {}
+        if "values" in plan.outputs:
+            with self._precision():
+                outputs["values"] = packed.unpack(value_scores(self.module, hidden))
+        if "log_probs" in plan.outputs:
+            log_prob, entropy = log_prob_and_entropy(
+                hidden,
+                language_head(self.module),
+                packed.labels,
+                plan.temperature,
+                with_entropy="entropy" in plan.outputs,
+            )
+            outputs["log_probs"] = packed.unpack(log_prob)
+            if "entropy" in plan.outputs:
+                outputs["entropy"] = packed.unpack(entropy)
+        return outputs
+
+    def _precision(self) -> AbstractContextManager[None]:
+        compute = DTYPES[self._memory.dtype or "float32"]
+        if compute == DTYPES[self._memory.model_dtype]:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=compute)
+
+    def _read(self, path: Path) -> Any:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing: the checkpoint is incomplete")
+        # The files hold numpy and Python RNG states besides tensors, and are this program's own.
+        return torch.load(path, map_location="cpu", weights_only=False)
+
+
+def _micro_batches(batch: DataProto, plan: ForwardPlan) -> list[list[int]]:
+    if plan.max_tokens is None:
+        assert plan.micro_batch_size is not None
+        return micro_batches_by_count(len(batch), plan.micro_batch_size)
+    lengths = batch.batch["attention_mask"].sum(1).tolist()
+    return micro_batches_by_tokens(lengths, plan.max_tokens)
+
+
+def _move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                state[name] = value.to(device)
+
+
+def _rng_state() -> dict[str, Any]:
+    state = {"cpu": torch.get_rng_state(), "numpy": np.random.get_state(), "random": random.getstate()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_rng(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["random"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

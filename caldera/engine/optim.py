@@ -1,0 +1,67 @@
+"""Optimisers by class path, and learning-rate schedules."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import cast
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from caldera.config import OptimizerConfig
+from caldera.errors import ConfigError
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    """The optimiser class that the config names, with the arguments that it takes."""
+    try:
+        cls = getattr(importlib.import_module(config.optimizer_impl), config.optimizer)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"optim.optimizer={config.optimizer!r} is not in "
+            f"optim.optimizer_impl={config.optimizer_impl!r}: {error}"
+        ) from error
+    takes = inspect.signature(cls).parameters
+    arguments = {
+        "lr": config.lr,
+        "betas": tuple(config.betas),
+        "weight_decay": config.weight_decay,
+        "fused": True,
+    }
+    arguments = {name: value for name, value in arguments.items() if name in takes}
+    extra = config.override_optimizer_config or {}
+    unknown = sorted(set(extra) - set(takes))
+    if unknown:
+        raise ConfigError(
+            f"optim.override_optimizer_config: {config.optimizer} does not take "
+            f"{', '.join(unknown)}; takes {', '.join(takes)}"
+        )
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return cast(Optimizer, cls(trained, **{**arguments, **extra}))
+
+
+def build_schedule(optimizer: Optimizer, config: OptimizerConfig) -> LambdaLR:
+    """Warm-up, then constant or cosine; it advances once a training step."""
+    total = config.total_training_steps
+    warmup = config.lr_warmup_steps
+    if warmup < 0:
+        warmup = int(config.lr_warmup_steps_ratio * max(total, 0))
+    kind = config.warmup_style or config.lr_scheduler_type
+    if kind == "cosine":
+        return LambdaLR(optimizer, _cosine(warmup, total, config.min_lr_ratio, config.num_cycles))
+    return LambdaLR(optimizer, lambda step: step / max(1, warmup) if step < warmup else 1.0)
+
+
+def _cosine(warmup: int, total: int, floor: float, cycles: float) -> Callable[[int], float]:
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / max(1, warmup)
+        progress = (step - warmup) / max(1, total - warmup)
+        wave = math.cos(2 * math.pi * cycles * progress)
+        return max(floor, wave * (1 - floor) / 2 + (1 + floor) / 2)
+
+    return factor

@@ -1,0 +1,1 @@
+"""Model building blocks that engines and rollouts share."""

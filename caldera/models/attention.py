@@ -1,0 +1,188 @@
+"""One attention function for every model, in training and in sampling.
+
+transformers calls the function registered here in each attention layer of a model that was loaded
+with `attn_implementation=ATTENTION`. The function hands the work to the *context* that the caller
+passed to the model's forward (`model(..., context=...)`): `PackedSequences` here for training, a
+paged key/value cache for sampling. So no model is rewritten, and nothing is patched.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from caldera.errors import UnsupportedError
+
+ATTENTION = "caldera"
+"""The `attn_implementation` under which models are loaded."""
+
+PADDING_WASTE = 2.0
+"""Sequences are attended in one rectangle while it is at most this many times their tokens."""
+
+
+class AttentionContext(Protocol):
+    """How the tokens of one forward pass attend to each other."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Causal attention. query (T, Hq, D); key and value (T, Hkv, D); returns (T, Hq, D).
+
+        `window` is the number of positions a token sees, itself included; None for all.
+        """
+        ...
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,  # (1, Hq, T, D)
+    key: Tensor,  # (1, Hkv, T, D)
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    context: AttentionContext | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if context is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} did not pass on the attention context: "
+            "this model does not use the attention interface of transformers"
+        )
+    if softcap is not None or s_aux is not None:
+        feature = "attention soft-capping" if softcap is not None else "attention sinks"
+        raise UnsupportedError(f"{type(module).__name__} needs {feature}, which is not supported")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    out = context.attend(
+        layer,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale,
+        sliding_window,
+    )
+    return out.unsqueeze(0), None  # (1, T, Hq, D)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The context knows who attends to whom, so transformers need not build a mask."""
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _no_mask)
+
+
+def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    """Causal attention over rectangles. query (S, Hq, L, D); key and value (S, Hkv, L, D)."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:  # an explicit repeat keeps the fused kernels available on every device
+        key = key.repeat_interleave(groups, dim=1)
+        value = value.repeat_interleave(groups, dim=1)
+    length = query.shape[2]
+    if window is None or window >= length:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    positions = torch.arange(length, device=query.device)
+    distance = positions[:, None] - positions[None, :]  # (L, L)
+    visible = (distance >= 0) & (distance < window)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
+
+
+class PackedSequences:
+    """Sequences laid end to end without padding; each attends causally to itself alone.
+
+    On CUDA in half precision, PyTorch's variable-length flash kernel attends over the packed
+    tokens. Elsewhere sequences of similar length are gathered into rectangles: padding at the end
+    of a row is never seen by a causal query before it, so no mask is needed.
+    """
+
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
+        self.lengths = lengths
+        self.total = sum(lengths)
+        self.max_length = max(lengths)
+        cumulative = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
+        self.cu_seqlens = cumulative.to(device=device, dtype=torch.int32)  # (S + 1,)
+        self.position_ids = torch.cat([torch.arange(n) for n in lengths])[None].to(device)  # (1, T)
+        self._rectangles: list[tuple[Tensor, Tensor, tuple[int, int]]] | None = None
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+            return self._attend_flash(query, key, value, scale, window)
+        if self._rectangles is None:
+            self._rectangles = self._plan_rectangles(query.device)
+        out = torch.empty_like(query)
+        if len(self._rectangles) == 1 and self._rectangles[0][0].numel() == self.total:
+            shape = self._rectangles[0][2]  # all of one length: a view, no gathering
+            rows = [x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)]
+            attended = causal_sdpa(rows[0], rows[1], rows[2], scale, window)
+            return attended.transpose(1, 2).reshape(out.shape)
+        parts, targets = [], []
+        for gather, kept, shape in self._rectangles:
+            rows = [
+                x.index_select(0, gather).view(*shape, *x.shape[1:]).transpose(1, 2)
+                for x in (query, key, value)
+            ]  # (S, H, L, D)
+            attended = causal_sdpa(rows[0], rows[1], rows[2], scale, window)
+            flat = attended.transpose(1, 2).reshape(-1, *query.shape[1:])  # (S * L, Hq, D)
+            parts.append(flat.index_select(0, kept))
+            targets.append(gather.index_select(0, kept))
+        return out.index_copy(0, torch.cat(targets), torch.cat(parts))
+
+    def _attend_flash(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        reach = (-1, 0) if window is None else (window - 1, 0)
+        out = varlen_attn(
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            self.cu_seqlens,
+            self.cu_seqlens,
+            self.max_length,
+            self.max_length,
+            scale=scale,
+            window_size=reach,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    def _plan_rectangles(self, device: torch.device) -> list[tuple[Tensor, Tensor, tuple[int, int]]]:
+        """Groups of sequences as (token index of each cell, cells that hold a token, shape)."""
+        starts = [0]
+        for length in self.lengths[:-1]:
+            starts.append(starts[-1] + length)
+        order = sorted(range(len(self.lengths)), key=lambda s: self.lengths[s])
+        groups: list[list[int]] = [[]]
+        for sequence in order:  # ascending, so the newest member sets the rectangle's width
+            group = groups[-1]
+            tokens = sum(self.lengths[s] for s in group) + self.lengths[sequence]
+            if group and self.lengths[sequence] * (len(group) + 1) > PADDING_WASTE * tokens:
+                groups.append([sequence])
+            else:
+                group.append(sequence)
+        return [self._rectangle(sorted(group), starts, device) for group in groups]
+
+    def _rectangle(
+        self, group: list[int], starts: list[int], device: torch.device
+    ) -> tuple[Tensor, Tensor, tuple[int, int]]:
+        first = torch.tensor([starts[s] for s in group])[:, None]
+        length = torch.tensor([self.lengths[s] for s in group])[:, None]
+        width = int(length.max())
+        column = torch.arange(width)[None, :]
+        cells = first + torch.minimum(column, length - 1)  # padding repeats the last token
+        kept = (column < length).flatten().nonzero().flatten()
+        return cells.flatten().to(device), kept.to(device), (len(group), width)

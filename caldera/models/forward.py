@@ -1,0 +1,52 @@
+"""Running a Hugging Face module on packed tokens: trunk, language head, value head."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from caldera.errors import UnsupportedError
+from caldera.models.attention import AttentionContext
+
+
+def base_module(module: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model inside a peft wrapper, or the module itself.
+
+    peft replaces layers in place, so that the inner model's forward includes the adapters.
+    """
+    get_base_model = getattr(module, "get_base_model", None)
+    inner = get_base_model() if callable(get_base_model) else module
+    return cast(PreTrainedModel, inner)
+
+
+def hidden_states(
+    module: nn.Module, input_ids: Tensor, position_ids: Tensor, context: AttentionContext
+) -> Tensor:
+    """Last hidden states (T, H) of packed tokens; input_ids and position_ids are (1, T)."""
+    trunk = base_module(module).base_model
+    out = trunk(input_ids=input_ids, position_ids=position_ids, use_cache=False, context=context)
+    return cast(Tensor, out.last_hidden_state[0])
+
+
+def language_head(module: nn.Module) -> Tensor:
+    """The output embedding's weight, (V, H)."""
+    model = base_module(module)
+    head = model.get_output_embeddings()
+    if head is None or getattr(head, "bias", None) is not None:
+        raise UnsupportedError(f"{type(model).__name__} has no bias-free language head")
+    if getattr(model.config, "final_logit_softcapping", None) is not None:
+        raise UnsupportedError(f"{type(model).__name__} needs logit soft-capping: not supported")
+    return cast(Tensor, head.weight)
+
+
+def language_logits(module: nn.Module, hidden: Tensor) -> Tensor:
+    """Float32 logits (N, V) of hidden states (N, H)."""
+    return (hidden @ language_head(module).to(hidden.dtype).t()).float()
+
+
+def value_scores(module: nn.Module, hidden: Tensor) -> Tensor:
+    """Float32 values (N,) of hidden states (N, H), from a one-label token classifier."""
+    head = cast(nn.Module, base_module(module).score)
+    return cast(Tensor, head(hidden)).squeeze(-1).float()

@@ -1,0 +1,294 @@
+"""DataProto, the batch that every part of the system takes and returns."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from caldera.errors import ProtocolError
+from caldera.protocol import merging, summary
+from caldera.protocol.inputs import (
+    Column,
+    Keys,
+    as_column,
+    common_leading_shape,
+    entries,
+    key_list,
+    object_column,
+    require_keys,
+    subset,
+)
+from caldera.protocol.rows import RowTable
+from caldera.protocol.serialization import SerializedTensorDict, deserialize_batch, serialize_batch
+from caldera.protocol.settings import DataProtoConfig
+
+_State: TypeAlias = tuple[bytes | SerializedTensorDict | None, dict[str, Column], dict[str, Any]]
+
+
+class DataProto(RowTable):
+    """Rows of tensors and of numpy arrays, with facts about all of them.
+
+    `len(x)` counts the rows; `x[i]` is one row, `x[a:b]`, `x[[i, j]]` and `x[mask]` are DataProtos.
+    """
+
+    # ---- construction and conversion
+
+    @classmethod
+    def from_single_dict(
+        cls,
+        data: Mapping[str, torch.Tensor | Column],
+        meta_info: Mapping[str, Any] | None = None,
+        auto_padding: bool = False,
+    ) -> DataProto:
+        """Tensors go to `batch`, numpy arrays to `non_tensor_batch`."""
+        tensors: dict[str, torch.Tensor] = {}
+        columns: dict[str, Column] = {}
+        for key, value in data.items():
+            if isinstance(value, torch.Tensor):
+                tensors[key] = value
+            elif isinstance(value, np.ndarray):
+                columns[key] = value
+            else:
+                raise ProtocolError(
+                    f"from_single_dict: {key!r} is a {type(value).__name__}, "
+                    "neither a tensor nor a numpy array"
+                )
+        return cls.from_dict(tensors, columns, meta_info, auto_padding=auto_padding)
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        non_tensors: Mapping[str, Column | Sequence[Any]] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+    ) -> DataProto:
+        """A DataProto of the given parts; lists become object columns.
+
+        All tensors must agree in their first `num_batch_dims` dimensions, of which the first is
+        the row. More than one is for batches without non-tensors that `unfold_batch_dim` flattens.
+        """
+        if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
+            raise ProtocolError(
+                f"from_dict: num_batch_dims={num_batch_dims} with {len(non_tensors or {})} "
+                "non-tensors; it must be at least 1, and 1 where there are non-tensors"
+            )
+        for key, value in (tensors or {}).items():
+            if not isinstance(value, torch.Tensor):
+                raise ProtocolError(f"from_dict: tensors[{key!r}] is a {type(value).__name__}")
+        leading = common_leading_shape("from_dict", "tensors", tensors or {}, num_batch_dims)
+        meta = dict(meta_info or {})
+        if auto_padding:
+            meta[DataProtoConfig.auto_padding_key] = True
+        return cls(
+            TensorDict(dict(tensors), batch_size=leading[:1]) if tensors and leading else None,
+            {key: as_column(key, value) for key, value in (non_tensors or {}).items()},
+            meta,
+        )
+
+    @classmethod
+    def from_tensordict(cls, data: TensorDict) -> DataProto:
+        """Stacks of non-tensors become columns, single non-tensors become meta_info."""
+        tensors: dict[str, Any] = {}
+        columns: dict[str, Column] = {}
+        meta: dict[str, Any] = {}
+        for key, value in entries(data).items():
+            if isinstance(value, NonTensorStack):
+                columns[key] = object_column(value.tolist())
+            elif isinstance(value, NonTensorData):
+                meta[key] = value.data
+            else:
+                tensors[key] = value
+        return cls(TensorDict(tensors, data.batch_size) if tensors else None, columns, meta)
+
+    def to_tensordict(self) -> TensorDict:
+        """All three parts in one TensorDict; `from_tensordict` is the inverse."""
+        merged = TensorDict({}, [len(self)]) if self.batch is None else self.batch.copy()
+        non_tensors: dict[str, Any] = {
+            key: NonTensorStack(*map(NonTensorData, column))
+            for key, column in self.non_tensor_batch.items()
+        }
+        meta = {key: NonTensorData(value) for key, value in self.meta_info.items()}
+        for key, value in [*non_tensors.items(), *meta.items()]:
+            if key in entries(merged):
+                raise ProtocolError(f"to_tensordict: {key!r} occurs in more than one part")
+            merged.set(key, value)
+        return merged
+
+    def to(self, device: str | int | torch.device) -> DataProto:
+        """Move the batch, in place."""
+        if self.batch is not None:
+            self.batch = self.batch.to(device)
+        return self
+
+    @staticmethod
+    def concat(data: Sequence[DataProto]) -> DataProto:
+        """The rows of all, in order. Metrics become lists; other meta_info must agree."""
+        if not data:
+            raise ProtocolError("concat: there is nothing to concatenate")
+        batches = [part.batch for part in data if part.batch is not None]
+        if batches and len(batches) < len(data):
+            lacking = [number for number, part in enumerate(data) if part.batch is None]
+            raise ProtocolError(f"concat: the parts {lacking} of {len(data)} have no batch")
+        return type(data[0])(
+            merging.concat_tensor_dicts(batches, "concat") if batches else None,
+            merging.concat_numpy_dicts([part.non_tensor_batch for part in data], "concat"),
+            merging.concat_meta([part.meta_info for part in data]),
+        )
+
+    # ---- columns
+
+    def select(
+        self,
+        batch_keys: Keys = None,
+        non_tensor_batch_keys: Keys = None,
+        meta_info_keys: Keys = None,
+        deepcopy: bool = False,
+    ) -> DataProto:
+        """A DataProto with some of the keys, which shares memory unless copied; None takes all."""
+        self._require("select", batch_keys, non_tensor_batch_keys, meta_info_keys)
+        batch = None if self.batch is None else self.batch.copy()
+        if batch is not None and batch_keys is not None:
+            batch = batch.select(*key_list(batch_keys))
+        columns = subset(self.non_tensor_batch, non_tensor_batch_keys)
+        meta = subset(self.meta_info, meta_info_keys)
+        if deepcopy:
+            batch = None if batch is None else batch.clone()
+            columns, meta = copy.deepcopy(columns), copy.deepcopy(meta)
+        return type(self)(batch, columns, meta)
+
+    def pop(
+        self,
+        batch_keys: Keys = None,
+        non_tensor_batch_keys: Keys = None,
+        meta_info_keys: Keys = None,
+    ) -> DataProto:
+        """Remove the keys, in place, and return them as a DataProto; None removes nothing."""
+        self._require("pop", batch_keys, non_tensor_batch_keys, meta_info_keys)
+        tensor_keys = key_list(batch_keys)
+        popped_batch = None
+        if self.batch is not None and tensor_keys:
+            popped_batch = self.batch.select(*tensor_keys)
+            self.batch = self.batch.exclude(*tensor_keys)
+        return type(self)(
+            popped_batch,
+            {key: self.non_tensor_batch.pop(key) for key in key_list(non_tensor_batch_keys)},
+            {key: self.meta_info.pop(key) for key in key_list(meta_info_keys)},
+        )
+
+    def rename(self, old_keys: Keys = None, new_keys: Keys = None) -> DataProto:
+        """Rename tensors, in place: one key or equally many old and new ones."""
+        old, new = key_list(old_keys), key_list(new_keys)
+        self._require("rename", old)
+        if len(old) != len(new):
+            raise ProtocolError(f"rename: {len(old)} old keys {old} for {len(new)} new keys {new}")
+        if self.batch is None:
+            return self
+        kept = self.batch.exclude(*old)
+        for key, new_key in zip(old, new, strict=True):
+            if new_key in entries(kept):
+                raise ProtocolError(f"rename: {key!r} to {new_key!r}, which is a key of the batch")
+            kept.set(new_key, self.batch.get(key))
+        self.batch = kept
+        return self
+
+    def union(self, other: DataProto) -> DataProto:
+        """Add the keys of another DataProto, in place; a key of both must have equal values."""
+        if self._has_rows() and other._has_rows() and len(self) != len(other):
+            raise ProtocolError(f"union: {len(self)} rows against {len(other)} rows")
+        batches = [part.batch for part in (self, other) if part.batch is not None]
+        batch = batches[0].copy() if batches else None
+        if len(batches) == 2:
+            batch = merging.union_tensor_dict(*batches)
+        columns = merging.union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
+        meta = merging.union_dict(self.meta_info, other.meta_info, "union", "meta_info")
+        self.batch, self.non_tensor_batch, self.meta_info = batch, columns, meta
+        return self
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Keys = None) -> DataProto:
+        """Make `n_split` rows of each row: listed keys are cut along dim 1, others are repeated."""
+        tensors = entries(self.batch)
+        keys = key_list(split_keys)
+        require_keys("unfold_column_chunks", "data", keys, {**tensors, **self.non_tensor_batch})
+        unfolded = self.repeat(n_split)
+        for key in keys:
+            if unfolded.batch is not None and key in tensors:
+                unfolded.batch[key] = _cut_dim_1(key, tensors[key], n_split)
+            else:
+                column = self.non_tensor_batch[key]
+                unfolded.non_tensor_batch[key] = _cut_dim_1(key, column, n_split)
+        return unfolded
+
+    def _has_rows(self) -> bool:
+        return self.batch is not None or bool(self.non_tensor_batch)
+
+    def _require(
+        self, operation: str, batch: Keys = None, non_tensor: Keys = None, meta: Keys = None
+    ) -> None:
+        require_keys(operation, "batch", key_list(batch), entries(self.batch))
+        require_keys(operation, "non_tensor_batch", key_list(non_tensor), self.non_tensor_batch)
+        require_keys(operation, "meta_info", key_list(meta), self.meta_info)
+
+    # ---- transport and summaries
+
+    def __getstate__(self) -> _State:
+        batch = None if self.batch is None else serialize_batch(self.batch)
+        return batch, self.non_tensor_batch, self.meta_info
+
+    def __setstate__(self, state: _State) -> None:
+        batch, self.non_tensor_batch, self.meta_info = state
+        self.batch = None if batch is None else deserialize_batch(batch)
+
+    def __copy__(self) -> DataProto:
+        return self.select()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+        return self.select(deepcopy=True)
+
+    def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
+        """Pickle into a file, which appears whole or not at all."""
+        path = Path(filepath)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with unfinished.open("wb") as file:
+                pickle.dump(self, file)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @staticmethod
+    def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
+        """Read what `save_to_disk` wrote. Unpickling runs code: only read files that you trust."""
+        data = pickle.loads(Path(filepath).read_bytes())
+        if not isinstance(data, DataProto):
+            raise ProtocolError(f"load_from_disk: {filepath} holds a {type(data).__name__}")
+        return data
+
+    def print_size(self, prefix: str = "") -> None:
+        """Write the memory of both row parts to standard output."""
+        sys.stdout.write(summary.size_line(self, prefix) + "\n")
+
+    def get_data_info(self) -> str:
+        """Keys, shapes, dtypes and devices, one line a key."""
+        return summary.data_info(self)
+
+
+def _cut_dim_1(key: str, value: Any, n_split: int) -> Any:
+    """(B, n * C, ...) -> (B * n, C, ...)"""
+    if n_split < 1 or value.ndim < 2 or value.shape[1] % n_split:
+        raise ProtocolError(
+            f"unfold_column_chunks: {key!r} of shape {tuple(value.shape)} has no dimension 1 "
+            f"that divides into {n_split}"
+        )
+    rows, columns, *rest = value.shape
+    return value.reshape(rows * n_split, columns // n_split, *rest)

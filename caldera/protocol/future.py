@@ -1,0 +1,57 @@
+"""DataProtoFuture: a DataProto that other processes are still computing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+from caldera.errors import ProtocolError
+from caldera.protocol.dataproto import DataProto
+
+Getter: TypeAlias = Callable[[list[Any]], list[Any]]
+"""Waits for the futures of a list and returns their values in order, as `ray.get` does."""
+
+
+@dataclass(frozen=True)
+class DataProtoFuture:
+    """The parts of a DataProto as futures, so that a driver can pass results on without fetching.
+
+    `getter` resolves the futures, `collect_fn` makes one DataProto of their values, and
+    `dispatch_fn`, where there is one, takes the piece that this future stands for. All three must
+    be picklable when the future is sent to another process.
+    """
+
+    collect_fn: Callable[[list[Any]], DataProto]
+    futures: list[Any]
+    dispatch_fn: Callable[[DataProto], DataProto] | None = None
+    getter: Getter = field(kw_only=True)
+
+    @staticmethod
+    def concat(futures: Sequence[Any], getter: Getter) -> DataProtoFuture:
+        """A future of the rows of all futures, in order; each resolves to a DataProto."""
+        return DataProtoFuture(DataProto.concat, list(futures), getter=getter)
+
+    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+        """Futures of the chunks that `DataProto.chunk` would give; nothing is resolved."""
+        return [
+            replace(self, dispatch_fn=partial(_take_chunk, self.dispatch_fn, chunks, index))
+            for index in range(chunks)
+        ]
+
+    def get(self) -> DataProto:
+        """Wait for the futures and return the DataProto that they make."""
+        data = self.collect_fn(self.getter(self.futures))
+        if not isinstance(data, DataProto):
+            raise ProtocolError(
+                f"DataProtoFuture.get: collect_fn returned a {type(data).__name__}, not a DataProto"
+            )
+        return data if self.dispatch_fn is None else self.dispatch_fn(data)
+
+
+def _take_chunk(
+    before: Callable[[DataProto], DataProto] | None, chunks: int, index: int, data: DataProto
+) -> DataProto:
+    whole = data if before is None else before(data)
+    return whole.chunk(chunks)[index]

@@ -1,0 +1,97 @@
+"""The tensors of a DataProto as bytes.
+
+Two formats: one `torch.save` of the consolidated batch, or one numpy buffer for each tensor, which
+pickle protocol 5 can hand over without a copy. Either way the tensors arrive on the CPU, because
+the receiving process may not have the sender's devices.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase
+
+from caldera.errors import ProtocolError
+from caldera.protocol.inputs import entries
+from caldera.protocol.settings import serialization_method
+
+SerializedTensor: TypeAlias = tuple[str, tuple[int, ...], NDArray[np.uint8]]
+"""dtype name, shape, raw bytes"""
+SerializedTensorDict: TypeAlias = tuple[tuple[int, ...], dict[str, Any]]
+"""batch size, and by key a SerializedTensor or, for a nested TensorDict, a SerializedTensorDict"""
+
+
+def serialize_single_tensor(tensor: torch.Tensor) -> SerializedTensor:
+    """A tensor of any dtype and device as (dtype name, shape, raw bytes)."""
+    if tensor.layout != torch.strided:
+        raise ProtocolError(
+            f"serialize_single_tensor: a tensor of layout {tensor.layout} has no numpy form; "
+            "use the torch serialization method"
+        )
+    # Bytes, not numbers: numpy has no bfloat16.
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return str(tensor.dtype), tuple(tensor.shape), flat.numpy()
+
+
+def deserialize_single_tensor(serialized: SerializedTensor) -> torch.Tensor:
+    """The inverse of `serialize_single_tensor`, on the CPU; it shares memory where it may."""
+    dtype_name, shape, raw = serialized
+    dtype = getattr(torch, dtype_name.removeprefix("torch."))
+    if raw.size == 0:  # no bytes cannot be viewed as another dtype
+        return torch.empty(shape, dtype=dtype)
+    writable = raw if raw.flags.writeable else raw.copy()
+    return torch.from_numpy(writable).view(dtype).reshape(shape)
+
+
+def serialize_tensordict(batch: TensorDictBase) -> SerializedTensorDict:
+    """A TensorDict as (batch size, serialized entries)."""
+    return tuple(batch.batch_size), {
+        key: _serialize_entry(key, value) for key, value in entries(batch).items()
+    }
+
+
+def deserialize_tensordict(serialized: SerializedTensorDict) -> TensorDict:
+    """The inverse of `serialize_tensordict`."""
+    batch_size, entries = serialized
+    tensors = {key: _deserialize_entry(entry) for key, entry in entries.items()}
+    return TensorDict(tensors, batch_size=list(batch_size))
+
+
+def serialize_batch(batch: TensorDict) -> bytes | SerializedTensorDict:
+    """The batch in the format that the environment asks for."""
+    if serialization_method() == "numpy":
+        return serialize_tensordict(batch)
+    buffer = io.BytesIO()
+    # Consolidated, because torch.save would write the whole storage behind a slice.
+    torch.save(batch.detach().to("cpu").consolidate(), buffer)
+    return buffer.getvalue()
+
+
+def deserialize_batch(serialized: bytes | SerializedTensorDict) -> TensorDict:
+    """The inverse of `serialize_batch`; the data tell the format, whatever the environment says."""
+    if not isinstance(serialized, bytes):
+        return deserialize_tensordict(serialized)
+    batch = torch.load(io.BytesIO(serialized), map_location="cpu", weights_only=False)
+    return cast(TensorDict, batch.clear_device_())
+
+
+def _serialize_entry(key: str, value: object) -> SerializedTensor | SerializedTensorDict:
+    if isinstance(value, TensorDictBase):
+        return serialize_tensordict(value)
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        return serialize_single_tensor(value)
+    kind = f"{type(value).__name__} of layout {getattr(value, 'layout', None)}"
+    raise ProtocolError(
+        f"serialize_tensordict: {key!r} is a {kind}, which has no numpy form; "
+        "use the torch serialization method"
+    )
+
+
+def _deserialize_entry(entry: Any) -> torch.Tensor | TensorDict:
+    if len(entry) == 2:
+        return deserialize_tensordict(entry)
+    return deserialize_single_tensor(entry)

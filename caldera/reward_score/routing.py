@@ -1,0 +1,63 @@
+"""From a row's `data_source` to the scorer that serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from caldera.errors import RewardError, nearest
+from caldera.registry import Registry
+
+__all__ = ["SCORERS", "Score", "Scorer", "default_compute_score", "register_scorer"]
+
+Score = float | dict[str, Any]
+"""A number, or a dict with `score` and whatever else is worth recording about the sample."""
+
+Scorer = Callable[..., Score]
+"""`scorer(solution_str, ground_truth, **options)`: judges an answer by its text alone."""
+
+AnyScorer = TypeVar("AnyScorer", bound=Scorer)
+
+SCORERS: Registry[Scorer] = Registry("scorer for the data source")
+"""Scorers by the data source they serve; a name that ends in `*` serves all that begin with it."""
+
+
+def register_scorer(*data_sources: str) -> Callable[[AnyScorer], AnyScorer]:
+    """Decorate a scorer with the data sources that it serves, such as `"math"` or `"aime*"`."""
+
+    def add(scorer: AnyScorer) -> AnyScorer:
+        for data_source in data_sources:
+            SCORERS.register(data_source)(scorer)
+        return scorer
+
+    return add
+
+
+def default_compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Score:
+    """Score an answer with the scorer that serves its data source; `kwargs` are its options.
+
+    `extra_info` belongs to the contract of score functions; the scorers here need none of it.
+    """
+    return find_scorer(data_source)(solution_str, ground_truth, **kwargs)
+
+
+def find_scorer(data_source: str) -> Scorer:
+    if data_source in SCORERS:
+        return SCORERS[data_source]
+    patterns = (name for name in SCORERS if name.endswith("*"))
+    matching = [pattern for pattern in patterns if data_source.startswith(pattern[:-1])]
+    if matching:
+        return SCORERS[max(matching, key=len)]
+    guess = nearest(data_source, SCORERS)
+    hint = f"; did you mean {guess!r}?" if guess else ""
+    raise RewardError(
+        f"no scorer serves the data source {data_source!r}{hint} "
+        f"(known: {', '.join(SCORERS)}); to score it with a function of your own, "
+        "set custom_reward_function.path to the Python file that defines it"
+    )

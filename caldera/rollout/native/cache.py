@@ -1,0 +1,82 @@
+"""The key/value cache: pages of tokens, the same for every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from caldera.errors import RolloutError, UnsupportedError
+from caldera.rollout.native.blocks import PAGE_SIZE
+
+CPU_CACHE_BYTES = 2 * 1024**3
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What one token leaves in the cache."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> CacheShape:
+        text = config.get_text_config()
+        heads = text.num_attention_heads
+        return cls(
+            layers=text.num_hidden_layers,
+            heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            dtype=dtype,
+        )
+
+    @property
+    def page_bytes(self) -> int:
+        return 2 * self.layers * PAGE_SIZE * self.heads * self.head_dim * self.dtype.itemsize
+
+
+class KVCache:
+    """Keys and values of every layer, (pages, PAGE_SIZE, Hkv, D) each."""
+
+    def __init__(self, shape: CacheShape, pages: int, device: torch.device) -> None:
+        self.pages = pages
+        size = (pages, PAGE_SIZE, shape.heads, shape.head_dim)
+        # zeros, not empty: masked positions are multiplied by 0, and 0 * NaN is NaN
+        self.keys = [
+            torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)
+        ]
+        self.values = [torch.zeros_like(keys) for keys in self.keys]
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Keep the keys and values (T, Hkv, D) of tokens at their slots (T,)."""
+        for pages, new in ((self.keys[layer], key), (self.values[layer], value)):
+            if new.shape[1:] != pages.shape[2:]:
+                raise UnsupportedError(
+                    f"layer {layer} has keys or values of shape {tuple(new.shape[1:])}, "
+                    f"the model's config promises {tuple(pages.shape[2:])} (heads, head_dim)"
+                )
+            pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, new.to(pages.dtype))
+
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        for pages in (*self.keys, *self.values):
+            pages.index_copy_(0, targets, pages.index_select(0, sources))
+
+
+def affordable_pages(shape: CacheShape, device: torch.device, gpu_memory_utilization: float) -> int:
+    """Pages that the device has memory for, apart from what it holds already."""
+    if device.type != "cuda":
+        return CPU_CACHE_BYTES // shape.page_bytes
+    free, total = torch.cuda.mem_get_info(device)
+    reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    budget = int(gpu_memory_utilization * total) - (total - free - reusable)
+    if budget < shape.page_bytes:
+        raise RolloutError(
+            f"no memory for the key/value cache: rollout.gpu_memory_utilization="
+            f"{gpu_memory_utilization} of {total / 2**30:.1f} GiB is filled already "
+            f"({(total - free - reusable) / 2**30:.1f} GiB in use)"
+        )
+    return budget // shape.page_bytes

@@ -1,0 +1,112 @@
+"""Choosing the next token of many sequences at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from caldera.rollout.native.blocks import IntArray
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """The parameters of a batch's rows, one entry a row."""
+
+    temperature: NDArray[np.float32]
+    top_k: IntArray
+    top_p: NDArray[np.float64]
+    seed: NDArray[np.uint64]
+    generated: IntArray
+    """Tokens that the row's request has already."""
+
+
+def uniforms(seed: NDArray[np.uint64], counter: IntArray) -> NDArray[np.float64]:
+    """Random numbers in [0, 1) that are pure functions of seed and counter: splitmix64."""
+    with np.errstate(over="ignore"):
+        state = _mix(seed) + (counter.astype(np.uint64) + np.uint64(1)) * GOLDEN
+        return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def sample(logits: Tensor, rows: SamplingRows, raw_log_probs: bool) -> tuple[Tensor, Tensor]:
+    """A token and its log-prob for each row of logits (B, V), both (B,).
+
+    The log-prob is that after temperature and filters, or the unscaled logits' if asked for. A
+    greedy row has neither temperature nor filters. The choice for a row depends on nothing but
+    that row.
+    """
+    greedy = rows.temperature == 0
+    if greedy.all():
+        tokens = logits.argmax(-1)
+        return tokens, _chosen(logits.log_softmax(-1), tokens)
+    scaled = _scale(logits, np.where(greedy, np.float32(1), rows.temperature))
+    scaled = _filter(scaled, np.where(greedy, -1, rows.top_k), np.where(greedy, 1.0, rows.top_p))
+    log_probs = scaled.log_softmax(-1)
+    tokens = _draw(log_probs.exp(), uniforms(rows.seed, rows.generated))
+    if greedy.any():
+        tokens = torch.where(torch.from_numpy(greedy).to(logits.device), logits.argmax(-1), tokens)
+    if raw_log_probs and scaled is not logits:
+        log_probs = logits.log_softmax(-1)
+    return tokens, _chosen(log_probs, tokens)
+
+
+def _chosen(log_probs: Tensor, tokens: Tensor) -> Tensor:
+    return log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _scale(logits: Tensor, temperature: NDArray[np.float32]) -> Tensor:
+    if (temperature == 1).all():
+        return logits
+    return logits / torch.from_numpy(temperature).to(logits.device)[:, None]
+
+
+def _filter(logits: Tensor, top_k: IntArray, top_p: NDArray[np.float64]) -> Tensor:
+    """Logits with those of filtered tokens at minus infinity; the same tensor if none are."""
+    vocabulary = logits.shape[-1]
+    top_k = np.where((top_k < 1) | (top_k > vocabulary), vocabulary, top_k)
+    limited = (top_k < vocabulary) | (top_p < 1)
+    if not limited.any():
+        return logits
+    if limited.all():
+        return _filter_rows(logits, top_k, top_p)
+    chosen = torch.from_numpy(limited.nonzero()[0]).to(logits.device)
+    filtered = _filter_rows(logits.index_select(0, chosen), top_k[limited], top_p[limited])
+    return logits.index_copy(0, chosen, filtered)
+
+
+def _filter_rows(logits: Tensor, top_k: IntArray, top_p: NDArray[np.float64]) -> Tensor:
+    """First the k most likely, then the fewest of these that have the probability p.
+
+    Both are thresholds on the logits, so that equal logits are kept together: what is kept depends
+    on no order among them.
+    """
+    device = logits.device
+    width = int(top_k.max())
+    values = logits.topk(width).values  # (B, W), descending
+    kept = torch.arange(width, device=device) < torch.from_numpy(top_k).to(device)[:, None]
+    probs = values.double().masked_fill(~kept, float("-inf")).softmax(-1)
+    before = probs.cumsum(-1) - probs
+    kept &= before < torch.from_numpy(top_p).to(device)[:, None]
+    last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)  # the most likely token always stays
+    return logits.masked_fill(logits < values.gather(-1, last), float("-inf"))
+
+
+def _draw(probs: Tensor, uniform: NDArray[np.float64]) -> Tensor:
+    """The first token whose cumulated probability (float64) exceeds uniform x total."""
+    cumulated = probs.cumsum(-1, dtype=torch.float64)  # (B, V)
+    total = cumulated[:, -1:]
+    target = torch.from_numpy(uniform).to(probs.device)[:, None] * total
+    tokens = torch.searchsorted(cumulated, target, right=True)
+    last = torch.searchsorted(cumulated, total.contiguous())  # the last that adds probability
+    return torch.minimum(tokens, last).squeeze(-1)

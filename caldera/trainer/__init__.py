@@ -1,0 +1,1 @@
+"""The training loops and their entry points."""

@@ -1,0 +1,104 @@
+"""Checkpoint folders: written aside and renamed, found again, pruned.
+
+    {root}/latest_checkpointed_iteration.txt     the newest complete step
+    {root}/global_step_{N}/actor, critic, data.pt, trainer_state.json
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from caldera.config import TrainerConfig
+from caldera.errors import CheckpointError
+from caldera.tracking.dumps import write_text_atomic
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_STEP_FOLDER = re.compile(r"global_step_(\d+)$")
+
+
+class CheckpointFolder:
+    """The checkpoints of one run."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._config = config
+        self.root = Path(config.default_local_dir).expanduser()
+
+    def save(self, step: int, write: Callable[[Path], None]) -> None:
+        """Call `write` on a folder that becomes `global_step_{step}` once it is complete."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        partial = self.root / f".partial_global_step_{step}"
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while writing
+        partial.mkdir()
+        write(partial)
+        _flush(partial)
+        final = self.root / f"global_step_{step}"
+        if final.exists():  # a resumed run reaches the same step again
+            replaced = self.root / f".replaced_global_step_{step}"
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        partial.rename(final)
+        write_text_atomic(self.root / TRACKER, [str(step)])
+        shutil.rmtree(self.root / f".replaced_global_step_{step}", ignore_errors=True)
+        self._prune()
+
+    def to_resume(self) -> Path | None:
+        """The folder to go on from, by `trainer.resume_mode`."""
+        if self._config.resume_mode == "disable":
+            return None
+        if self._config.resume_mode == "resume_path":
+            return self._given(Path(str(self._config.resume_from_path)).expanduser())
+        tracker = self.root / TRACKER
+        if not tracker.is_file():
+            return None
+        text = tracker.read_text().strip()
+        folder = self.root / f"global_step_{text}"
+        if not text.isdigit() or not folder.is_dir():
+            raise CheckpointError(
+                f"{tracker} says {text!r}, but there is no folder {folder}; "
+                "trainer.resume_mode=disable starts anew"
+            )
+        return folder
+
+    def _given(self, folder: Path) -> Path:
+        if not folder.is_dir() or not _STEP_FOLDER.search(folder.name):
+            raise CheckpointError(
+                f"trainer.resume_from_path={str(folder)!r} is not an existing folder "
+                "named global_step_N"
+            )
+        return folder
+
+    def _prune(self) -> None:
+        """Remove roles of older checkpoints beyond the number to keep, then empty checkpoints."""
+        steps = sorted(
+            (int(match[1]), path)
+            for path in self.root.iterdir()
+            if (match := _STEP_FOLDER.match(path.name))
+        )
+        for role, keep in (
+            ("actor", self._config.max_actor_ckpt_to_keep),
+            ("critic", self._config.max_critic_ckpt_to_keep),
+        ):
+            for _, path in steps[: -keep if keep else 0]:
+                shutil.rmtree(path / role, ignore_errors=True)
+        for _, path in steps:
+            if not (path / "actor").exists() and not (path / "critic").exists():
+                shutil.rmtree(path)
+
+
+def step_of(folder: Path) -> int:
+    """The step that a checkpoint folder's name tells."""
+    match = _STEP_FOLDER.search(folder.name)
+    assert match is not None, folder
+    return int(match[1])
+
+
+def _flush(folder: Path) -> None:
+    """Have the files on disk before the rename that declares them complete."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())

@@ -1,0 +1,1 @@
+"""The PPO family's training loop, phase by phase."""

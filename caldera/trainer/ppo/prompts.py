@@ -1,0 +1,36 @@
+"""From a loader's rows to what the sampler needs: repetitions, uids and seeds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from caldera.data import Batch, object_array
+from caldera.models.seeds import derive_seed
+from caldera.protocol import DataProto
+
+SAMPLER_TENSORS = ["input_ids", "attention_mask", "position_ids"]
+
+
+def stamp_rows(
+    rows: Batch, repeats: int, root_seed: int, place: tuple[int | str, ...], meta: dict[str, Any]
+) -> tuple[DataProto, DataProto]:
+    """(what the sampler needs, what stays with the driver), each row `repeats` times.
+
+    The n-th repetition of a row gets a seed of its own, and all share the row's uid. Both are
+    functions of the root seed, the place in the run and the row's position in the batch.
+    """
+    batch = DataProto.from_single_dict(dict(rows))
+    prefix = "-".join(str(part) for part in place)
+    batch.non_tensor_batch["uid"] = object_array([f"{prefix}-{i}" for i in range(len(batch))])
+    count = len(batch)
+    batch = batch.repeat(repeats, interleave=True)
+    batch.non_tensor_batch["sample_seed"] = np.array(
+        [derive_seed(root_seed, *place, i, k) for i in range(count) for k in range(repeats)],
+        dtype=object,
+    )
+    ids = [key for key in ("raw_prompt_ids",) if key in batch.non_tensor_batch]
+    prompts = batch.pop(SAMPLER_TENSORS, ["sample_seed", *ids])
+    prompts.meta_info.update(meta)
+    return prompts, batch

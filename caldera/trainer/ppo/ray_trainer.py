@@ -1,0 +1,318 @@
+"""The training loop: one controller that reads like a single-process program.
+
+One step, from prompts to new weights, is `RayPPOTrainer.step`; its phases stand below it in the
+order in which they run. Models live in worker groups; everything else happens here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from caldera.config import (
+    PPOTrainerConfig,
+    config_to_dict,
+    config_to_yaml,
+    needs_critic,
+    needs_reference,
+)
+from caldera.core_algos import (
+    AdvantageInputs,
+    agg_loss,
+    apply_kl_penalty,
+    estimate_advantages,
+    get_adv_estimator_fn,
+    get_kl_controller,
+    get_policy_loss_fn,
+)
+from caldera.data import (
+    Batch,
+    FixedLoader,
+    StatefulLoader,
+    balance_partitions,
+    log_seqlen_unbalance,
+    object_array,
+)
+from caldera.protocol import DataProto
+from caldera.reward import RewardManager, compute_reward
+from caldera.single_controller import LocalWorkerGroup, ResourcePoolManager, Role, Worker
+from caldera.tracking import GenerationDump, Tracking, TrainingProgress
+from caldera.tracking.dumps import write_text_atomic
+from caldera.trainer.checkpoint import CheckpointFolder, step_of
+from caldera.trainer.ppo.metrics import (
+    compute_data_metrics,
+    compute_rollout_diff_metrics,
+    compute_throughput_metrics,
+    compute_timing_metrics,
+    marked_timer,
+)
+from caldera.trainer.ppo.prompts import stamp_rows
+from caldera.trainer.ppo.validation import (
+    Validator,
+    decode_prompts,
+    decode_responses,
+    ground_truths,
+)
+
+Metrics = dict[str, float]
+
+
+class RayPPOTrainer:
+    """PPO and its relatives over worker groups; the groups decide where the models live."""
+
+    def __init__(
+        self,
+        config: PPOTrainerConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        role_worker_mapping: dict[Role, Callable[[], Worker]],
+        resource_pool_manager: ResourcePoolManager,
+        reward_fn: RewardManager,
+        val_reward_fn: RewardManager,
+        train_loader: StatefulLoader,
+        val_loader: FixedLoader,
+    ) -> None:
+        get_adv_estimator_fn(config.algorithm.adv_estimator)  # unknown names fail before any work
+        get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+        self.config = config
+        self.tokenizer = tokenizer
+        self.role_worker_mapping = role_worker_mapping
+        self.resource_pool_manager = resource_pool_manager
+        self.reward_fn = reward_fn
+        self.train_loader = train_loader
+        self.use_critic = needs_critic(config)
+        self.use_reference = needs_reference(config)
+        self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
+        self.checkpoints = CheckpointFolder(config.trainer)
+        self.global_steps = 0
+        self.total_steps = total_training_steps(config, train_loader)
+        self._meta = {
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+        self.validator = Validator(
+            config, tokenizer, val_loader, val_reward_fn,
+            lambda prompts: self.actor_rollout_wg.generate_sequences(prompts), self._meta,
+        )  # fmt: skip
+
+    def init_workers(self) -> None:
+        """Create the worker groups, and have them load their models."""
+        self.resource_pool_manager.create_resource_pool()
+        groups = {}
+        for role, make_worker in self.role_worker_mapping.items():
+            pool = self.resource_pool_manager.get_resource_pool(role)
+            groups[role] = LocalWorkerGroup(pool, make_worker)
+            groups[role].init_model()
+        policy = Role.ActorRolloutRef if self.use_reference else Role.ActorRollout
+        self.actor_rollout_wg = groups[policy]
+        self.critic_wg = groups.get(Role.Critic)
+
+    # ------------------------------------------------------------------ the run
+
+    def fit(self) -> None:
+        """Train to the last step, from the newest checkpoint where there is one."""
+        trainer = self.config.trainer
+        self._load_checkpoint()
+        run_dir = self.checkpoints.root
+        write_text_atomic(run_dir / "config.yaml", [config_to_yaml(self.config)])
+        with Tracking(
+            trainer.project_name, trainer.experiment_name, trainer.logger,
+            config_to_dict(self.config), run_dir, self.global_steps,
+        ) as tracking, TrainingProgress(self.total_steps, self.global_steps) as progress:  # fmt: skip
+            if trainer.val_only or (trainer.val_before_train and self.global_steps == 0):
+                tracking.log(self._validate(progress), self.global_steps)
+            if trainer.val_only:
+                return
+            while self.global_steps < self.total_steps:
+                for rows in self.train_loader:
+                    tracking.log(self._train_on(rows, progress), self.global_steps)
+                    if self.global_steps >= self.total_steps:
+                        break
+
+    def _train_on(self, rows: Batch, progress: TrainingProgress) -> Metrics:
+        """One step with whatever is due after it: checkpoint and validation."""
+        self.global_steps += 1
+        batch, metrics, timing = self.step(rows)
+        if self._is_due(self.config.trainer.save_freq):
+            with marked_timer("save_checkpoint", timing):
+                self.checkpoints.save(self.global_steps, self._write_checkpoint)
+        if self._is_due(self.config.trainer.test_freq):
+            with marked_timer("testing", timing):
+                metrics |= self._validate(progress)
+        gpus = self.resource_pool_manager.get_n_gpus()
+        metrics |= compute_data_metrics(batch, self.use_critic)
+        metrics |= compute_timing_metrics(batch, timing)
+        metrics |= compute_throughput_metrics(batch, timing, gpus)
+        metrics["training/global_step"] = self.global_steps
+        metrics["training/epoch"] = (self.global_steps - 1) // len(self.train_loader)
+        self._show(progress, metrics)
+        return metrics
+
+    # ------------------------------------------------------------------ one step
+
+    def step(self, rows: Batch) -> tuple[DataProto, Metrics, dict[str, float]]:
+        """From prompts to new weights: (the batch, metrics, seconds by phase)."""
+        timing: dict[str, float] = {}
+        metrics: Metrics = {}
+        with marked_timer("step", timing):
+            batch = self._rollout(rows, metrics, timing)
+            self._score(batch, timing)
+            self._evaluate(batch, metrics, timing)
+            self._estimate_advantages(batch, metrics, timing)
+            self._update(batch, metrics, timing)
+        return batch, metrics, timing
+
+    def _rollout(self, rows: Batch, metrics: Metrics, timing: dict[str, float]) -> DataProto:
+        """Sample n answers a prompt.
+
+        Adds uid, prompts, responses, input_ids, attention_mask, position_ids, response_mask and
+        rollout_log_probs.
+        """
+        rollout = self.config.actor_rollout_ref.rollout
+        place = ("train", self.global_steps)
+        prompts, batch = stamp_rows(rows, rollout.n, rollout.seed, place, self._meta)
+        with marked_timer("gen", timing):
+            batch = batch.union(self.actor_rollout_wg.generate_sequences(prompts))
+        lengths = batch.batch["attention_mask"].sum(-1).tolist()
+        batch.meta_info["global_token_num"] = lengths
+        ranks = self.actor_rollout_wg.world_size
+        if self.config.trainer.balance_batch and ranks > 1:  # one rank has nobody to share with
+            parts = balance_partitions(lengths, ranks)
+            batch.reorder(torch.tensor([row for part in parts for row in part]))
+            metrics |= log_seqlen_unbalance(lengths, parts)
+        return batch
+
+    def _score(self, batch: DataProto, timing: dict[str, float]) -> None:
+        """Adds token_level_scores, and what else the scorer said of each sample."""
+        with marked_timer("reward", timing):
+            scores, extras = compute_reward(batch, self.reward_fn)
+        batch.batch["token_level_scores"] = scores  # (B, R)
+        for key, values in extras.items():
+            batch.non_tensor_batch[key] = object_array(values)
+        self._dump(batch, list(extras))
+
+    def _evaluate(self, batch: DataProto, metrics: Metrics, timing: dict[str, float]) -> None:
+        """Adds old_log_probs, and, where they are used, ref_log_prob and values."""
+        mask = batch.batch["response_mask"]
+        with marked_timer("old_log_prob", timing):
+            outputs = self.actor_rollout_wg.compute_log_prob(batch)
+        mode = self.config.actor_rollout_ref.actor.loss_agg_mode
+        metrics["actor/entropy"] = agg_loss(outputs.batch["entropys"], mask, mode).item()
+        old_log_probs = batch.batch["old_log_probs"] = outputs.batch["old_log_probs"]
+        if "rollout_log_probs" in batch.batch.keys():  # noqa: SIM118 (a TensorDict)
+            sampled = batch.batch["rollout_log_probs"]
+            metrics |= compute_rollout_diff_metrics(sampled, old_log_probs, mask)
+        if self.use_reference:
+            with marked_timer("ref", timing):
+                batch.union(self.actor_rollout_wg.compute_ref_log_prob(batch))
+        if self.critic_wg is not None:
+            with marked_timer("values", timing):
+                batch.union(self.critic_wg.compute_values(batch))
+
+    def _estimate_advantages(
+        self, batch: DataProto, metrics: Metrics, timing: dict[str, float]
+    ) -> None:
+        """Adds token_level_rewards, advantages and returns."""
+        algorithm, tensors = self.config.algorithm, batch.batch
+        with marked_timer("adv", timing):
+            rewards = tensors["token_level_scores"]
+            if algorithm.use_kl_in_reward:
+                rewards, kl_metrics = apply_kl_penalty(
+                    rewards, tensors["old_log_probs"], tensors["ref_log_prob"],
+                    tensors["response_mask"], self.kl_controller, algorithm.kl_penalty,
+                )  # fmt: skip
+                metrics |= kl_metrics
+            tensors["token_level_rewards"] = rewards
+            inputs = AdvantageInputs(
+                rewards,
+                tensors["response_mask"],
+                index=batch.non_tensor_batch["uid"],
+                values=tensors["values"] if self.critic_wg is not None else None,
+            )
+            advantages, returns = estimate_advantages(algorithm.adv_estimator, inputs, algorithm)
+            tensors["advantages"], tensors["returns"] = advantages, returns
+
+    def _update(self, batch: DataProto, metrics: Metrics, timing: dict[str, float]) -> None:
+        """Train the critic, and after its warm-up the actor."""
+        if self.critic_wg is not None:
+            with marked_timer("update_critic", timing):
+                metrics |= _worker_metrics(self.critic_wg.update_critic(batch))
+        if self.config.trainer.critic_warmup <= self.global_steps:
+            with marked_timer("update_actor", timing):
+                metrics |= _worker_metrics(self.actor_rollout_wg.update_actor(batch))
+
+    # ------------------------------------------------------------------ around a step
+
+    def _validate(self, progress: TrainingProgress) -> Metrics:
+        metrics = self.validator.run(self.global_steps)
+        self._accuracy = next((v for k, v in metrics.items() if k.startswith("val-core/")), None)
+        self._show(progress, metrics)
+        return metrics
+
+    _accuracy: float | None = None
+
+    def _show(self, progress: TrainingProgress, metrics: Metrics) -> None:
+        shown = {
+            "reward": metrics.get("critic/score/mean"),
+            "accuracy": self._accuracy,
+            "tokens_per_second": metrics.get("perf/throughput"),
+        }
+        held = {name: value for name, value in shown.items() if value is not None}
+        progress.update(self.global_steps, **held)
+
+    def _is_due(self, every: int) -> bool:
+        last = self.global_steps >= self.total_steps
+        return every > 0 and (last or self.global_steps % every == 0)
+
+    def _dump(self, batch: DataProto, extra_keys: list[str]) -> None:
+        folder = self.config.trainer.rollout_data_dir
+        if folder is None:
+            return
+        columns = batch.non_tensor_batch
+        with GenerationDump(Path(folder).expanduser()) as dump:
+            dump.write(
+                self.global_steps,
+                decode_prompts(batch, self.tokenizer),
+                decode_responses(batch, self.tokenizer),
+                ground_truths(batch),
+                batch.batch["token_level_scores"].sum(-1).tolist(),
+                {key: list(columns[key]) for key in [*extra_keys, "uid"]},
+            )
+
+    def _write_checkpoint(self, folder: Path) -> None:
+        self.actor_rollout_wg.save_checkpoint(folder / "actor")
+        if self.critic_wg is not None:
+            self.critic_wg.save_checkpoint(folder / "critic")
+        torch.save(self.train_loader.state_dict(), folder / "data.pt")
+        state = {"global_steps": self.global_steps, "kl_ctrl": self.kl_controller.state_dict()}
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+
+    def _load_checkpoint(self) -> None:
+        folder = self.checkpoints.to_resume()
+        if folder is None:
+            return
+        self.actor_rollout_wg.load_checkpoint(folder / "actor")
+        if self.critic_wg is not None:
+            self.critic_wg.load_checkpoint(folder / "critic")
+        self.train_loader.load_state_dict(torch.load(folder / "data.pt"))
+        state = json.loads((folder / "trainer_state.json").read_text())
+        self.kl_controller.load_state_dict(state["kl_ctrl"])
+        self.global_steps = step_of(folder)
+
+
+def total_training_steps(config: PPOTrainerConfig, loader: StatefulLoader) -> int:
+    """Steps of the whole run."""
+    trainer = config.trainer
+    return trainer.total_training_steps or trainer.total_epochs * len(loader)
+
+
+def _worker_metrics(output: DataProto) -> Metrics:
+    metrics: dict[str, Any] = output.meta_info["metrics"]
+    return {
+        name: sum(value) / len(value) if isinstance(value, list) else value
+        for name, value in metrics.items()
+    }

@@ -1,0 +1,86 @@
+"""From a config to a trainer that is ready to fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from caldera.config import (
+    PPOTrainerConfig,
+    needs_critic,
+    needs_reference,
+    resolve_for_machine,
+)
+from caldera.data import (
+    create_rl_dataset,
+    create_train_loader,
+    create_val_loader,
+    hf_tokenizer,
+)
+from caldera.reward import load_reward_manager
+from caldera.single_controller import ResourcePoolManager, Role, Worker
+from caldera.trainer.ppo.ray_trainer import RayPPOTrainer, total_training_steps
+from caldera.workers import ActorRolloutRefWorker, CriticWorker
+
+logger = logging.getLogger(__name__)
+
+POOL = "global_pool"
+
+
+class TaskRunner:
+    """Builds everything that a run needs, and runs it."""
+
+    def run(self, config: PPOTrainerConfig) -> None:
+        self.build(config).fit()
+
+    def build(self, config: PPOTrainerConfig) -> RayPPOTrainer:
+        """A trainer whose workers have loaded their models."""
+        chosen = resolve_for_machine(config, torch.cuda.device_count())
+        if chosen:
+            logger.info("chosen for this machine: %s", ", ".join(chosen))
+        model, data = config.actor_rollout_ref.model, config.data
+        tokenizer = hf_tokenizer(
+            data.tokenizer or model.tokenizer_path or str(model.path),
+            trust_remote_code=model.trust_remote_code or data.trust_remote_code,
+            custom_chat_template=model.custom_chat_template,
+        )
+        train_set = create_rl_dataset(
+            data.train_files, data, tokenizer, max_samples=data.train_max_samples
+        )
+        val_set = create_rl_dataset(
+            data.val_files, data, tokenizer, max_samples=data.val_max_samples
+        )
+        train_loader = create_train_loader(train_set, data)
+        total = total_training_steps(config, train_loader)
+        config.actor_rollout_ref.actor.optim.total_training_steps = total
+        config.critic.optim.total_training_steps = total
+        trainer = RayPPOTrainer(
+            config,
+            tokenizer,
+            self._workers(config),
+            self._pools(config),
+            load_reward_manager(config, tokenizer, num_examine=0),
+            load_reward_manager(config, tokenizer, num_examine=0),
+            train_loader,
+            create_val_loader(val_set, data),
+        )
+        trainer.init_workers()
+        return trainer
+
+    def _workers(self, config: PPOTrainerConfig) -> dict[Role, Callable[[], Worker]]:
+        """How to make the worker of each role that this run needs."""
+        device = str(config.trainer.device)
+        policy = Role.ActorRolloutRef if needs_reference(config) else Role.ActorRollout
+        workers: dict[Role, Callable[[], Worker]] = {
+            policy: lambda: ActorRolloutRefWorker(config.actor_rollout_ref, policy.value, device)
+        }
+        if needs_critic(config):
+            n = config.actor_rollout_ref.rollout.n
+            workers[Role.Critic] = lambda: CriticWorker(config.critic, n, device)
+        return workers
+
+    def _pools(self, config: PPOTrainerConfig) -> ResourcePoolManager:
+        processes = [config.trainer.n_gpus_per_node or 1] * config.trainer.nnodes
+        return ResourcePoolManager({POOL: processes}, {role: POOL for role in Role})

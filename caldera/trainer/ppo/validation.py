@@ -1,0 +1,128 @@
+"""Validation: sample answers to the held-out prompts, score them, keep and summarise them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from caldera.config import PPOTrainerConfig
+from caldera.data import FixedLoader
+from caldera.protocol import DataProto
+from caldera.reward import RewardManager, compute_reward
+from caldera.tracking import GenerationDump, select_val_generations
+from caldera.trainer.ppo.prompts import stamp_rows
+from caldera.trainer.ppo.validation_metrics import (
+    name_validation_metrics,
+    process_validation_metrics,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Answers:
+    """Every validation answer, as text, with its score and whatever the scorer said of it."""
+
+    def __init__(self) -> None:
+        self.inputs: list[str] = []
+        self.outputs: list[str] = []
+        self.ground_truths: list[Any] = []
+        self.scores: list[float] = []
+        self.sources: list[str] = []
+        self.uids: list[str] = []
+        self.extras: dict[str, list[Any]] = {}
+
+    def add(
+        self,
+        batch: DataProto,
+        scores: list[float],
+        extras: dict[str, list[Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        source_key: str,
+    ) -> None:
+        columns = batch.non_tensor_batch
+        seen = len(self.scores)
+        self.inputs += decode_prompts(batch, tokenizer)
+        self.outputs += decode_responses(batch, tokenizer)
+        self.ground_truths += ground_truths(batch)
+        self.scores += scores
+        self.sources += [str(source) for source in columns[source_key]]
+        self.uids += [str(uid) for uid in columns["uid"]]
+        for key in self.extras.keys() | extras.keys():
+            # A scorer of one data source may say what another's does not.
+            held = self.extras.setdefault(key, [None] * seen)
+            held += extras.get(key, [None] * len(scores))
+
+
+class Validator:
+    """Runs the whole validation set through a sampler and a scorer."""
+
+    def __init__(
+        self,
+        config: PPOTrainerConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        loader: FixedLoader,
+        reward_fn: RewardManager,
+        generate: Callable[[DataProto], DataProto],
+        meta: dict[str, Any],
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._loader = loader
+        self._reward_fn = reward_fn
+        self._generate = generate
+        self._meta = meta
+
+    def run(self, step: int) -> dict[str, float]:
+        """Metrics `val-core/...` and `val-aux/...`."""
+        answers = Answers()
+        for number, rows in enumerate(self._loader):
+            batch = self._answer(rows, number)
+            rewards, extras = compute_reward(batch, self._reward_fn)
+            answers.add(
+                batch, rewards.sum(-1).tolist(), extras, self._tokenizer,
+                self._config.data.reward_fn_key,
+            )  # fmt: skip
+        self._keep(step, answers)
+        infos = {"reward": answers.scores, **answers.extras}
+        by_source = process_validation_metrics(answers.sources, answers.uids, infos)
+        return name_validation_metrics(by_source)
+
+    def _answer(self, rows: Any, number: int) -> DataProto:
+        rollout = self._config.actor_rollout_ref.rollout
+        # The step is no part of the place: validations at different steps draw the same numbers.
+        place = ("validation", number)
+        meta = {**self._meta, "validate": True}
+        prompts, batch = stamp_rows(rows, rollout.val_kwargs.n, rollout.seed, place, meta)
+        return batch.union(self._generate(prompts))
+
+    def _keep(self, step: int, answers: Answers) -> None:
+        trainer = self._config.trainer
+        if trainer.validation_data_dir:
+            with GenerationDump(Path(trainer.validation_data_dir).expanduser()) as dump:
+                dump.write(
+                    step, answers.inputs, answers.outputs, answers.ground_truths, answers.scores,
+                    {**answers.extras, "uid": answers.uids},
+                )  # fmt: skip
+        for prompt, output, score in select_val_generations(
+            answers.inputs, answers.outputs, answers.scores, trainer.log_val_generations
+        ):
+            logger.info("[validation, score %g] %s\n%s", score, prompt, output)
+
+
+def decode_prompts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The prompts as text, special tokens left out."""
+    return list(tokenizer.batch_decode(batch.batch["prompts"], skip_special_tokens=True))
+
+
+def decode_responses(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The responses as text, special tokens left out."""
+    return list(tokenizer.batch_decode(batch.batch["responses"], skip_special_tokens=True))
+
+
+def ground_truths(batch: DataProto) -> list[Any]:
+    """What each row's scorer compares with."""
+    return [row.get("ground_truth") for row in batch.non_tensor_batch["reward_model"]]

@@ -1,0 +1,171 @@
+"""The policy's worker: it samples, computes log-probs, is trained, and knows its reference."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from caldera.config import ActorRolloutRefConfig, RefConfig, RolloutConfig
+from caldera.engine import Engine, ForwardPlan, OutputName
+from caldera.models.forward import base_module
+from caldera.models.loading import DTYPES, load_policy
+from caldera.protocol import DataProto
+from caldera.rollout import ROLLOUTS, Rollout
+from caldera.rollout.batch import completions_to_batch, requests_from_batch
+from caldera.single_controller import Dispatch, Worker, register
+from caldera.workers.losses import policy_loss
+from caldera.workers.saving import build_engine, save_role
+from caldera.workers.sharding_manager import ShardingManager
+from caldera.workers.updates import train_epochs
+
+MODEL_KEY = "actor_rollout_ref.model"
+
+
+class ActorRolloutRefWorker(Worker):
+    """Actor, sampler and, when the role says so, reference, on the same device."""
+
+    def __init__(self, config: ActorRolloutRefConfig, role: str, device: str) -> None:
+        super().__init__()
+        self.config = config
+        self.device = torch.device(device)
+        self._with_reference = "ref" in role
+        self._uses_adapter = config.model.lora_rank > 0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the weights, build the engine, the sampler and the reference."""
+        model, actor = self.config.model, self.config.actor
+        memory = actor.fsdp_config
+        module = load_policy(model, DTYPES[memory.model_dtype], memory.seed, MODEL_KEY)
+        self.actor = build_engine(
+            actor.strategy, module, self.device, memory, actor.optim, actor.grad_clip,
+            model.enable_gradient_checkpointing,
+        )  # fmt: skip
+        self.rollout = self._build_rollout()
+        self.reference = self._build_reference()
+        free_cache = self.config.rollout.free_cache_engine
+        self.sharding_manager = ShardingManager(self.actor, self.rollout, free_cache)
+        self.actor.offload()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Sample one answer a row; the row's `sample_seed` decides its random numbers."""
+        config, meta = self.config.rollout, prompts.meta_info
+        seeds = [int(seed) for seed in prompts.non_tensor_batch["sample_seed"]]
+        requests = requests_from_batch(prompts, config, self._stop_tokens(meta), seeds)
+        with self.sharding_manager:
+            completions = self.rollout.generate(requests)
+        return completions_to_batch(
+            prompts, completions, config.response_length, meta["pad_token_id"],
+            config.calculate_log_probs,
+        )  # fmt: skip
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Adds old_log_probs and entropys."""
+        outputs = self._infer(self.actor, data, self.config.rollout, ("log_probs", "entropy"))
+        return DataProto.from_dict(
+            {"old_log_probs": outputs["log_probs"], "entropys": outputs["entropy"]}
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Adds ref_log_prob. With an adapter, the reference is the actor without it."""
+        engine = self.actor if self._uses_adapter else self.reference
+        assert engine is not None, "this worker's role has no reference"
+        with self._adapter_off():
+            outputs = self._infer(engine, data, self.config.ref, ("log_probs",))
+        return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Train on the batch; returns metrics alone."""
+        actor = self.config.actor
+        mini_batch_size = actor.ppo_mini_batch_size * self.config.rollout.n  # samples
+        outputs: tuple[OutputName, ...] = ("log_probs",)
+        if actor.entropy_coeff != 0 or actor.calculate_entropy:
+            outputs = ("log_probs", "entropy")
+        plan = ForwardPlan(
+            outputs,
+            None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
+            actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
+            self.config.rollout.temperature,
+        )
+        on_policy = len(data) == mini_batch_size and actor.ppo_epochs == 1
+        self.actor.onload(optimizer=True)
+        metrics = train_epochs(
+            self.actor, data, policy_loss(actor, on_policy), plan, mini_batch_size,
+            actor.ppo_epochs, actor.data_loader_seed if actor.shuffle else None, "actor",
+        )  # fmt: skip
+        self.actor.offload()
+        if actor.use_kl_loss:
+            metrics["actor/kl_coef"] = actor.kl_loss_coef
+        return DataProto(meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write the actor into the folder."""
+        self.actor.onload(optimizer=True)
+        save_role(self.actor, folder, self.config.actor.checkpoint, self.config.model)
+        self.actor.offload()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: Path) -> None:
+        """Read the actor back."""
+        self.actor.onload(optimizer=True)
+        self.actor.load(folder, self.config.actor.checkpoint.load_contents)
+        self.actor.offload()
+
+    def _build_rollout(self) -> Rollout:
+        """A sampler on the actor's own module, or on a copy where the precision differs."""
+        config, memory = self.config.rollout, self.config.actor.fsdp_config
+        module = self.actor.module
+        dtype = DTYPES[config.dtype or memory.model_dtype]
+        if dtype != DTYPES[memory.model_dtype]:
+            plain = cast(Any, type(self.config.model))(**{**vars(self.config.model), "lora_rank": 0})
+            module = load_policy(plain, dtype, memory.seed, MODEL_KEY).to(self.device)
+        return ROLLOUTS[config.name or "native"](config, module, self.device)
+
+    def _build_reference(self) -> Engine | None:
+        if not self._with_reference or self._uses_adapter:
+            return None
+        ref = self.config.ref
+        dtype = DTYPES[ref.fsdp_config.model_dtype]
+        module = load_policy(self.config.model, dtype, ref.fsdp_config.seed, MODEL_KEY)
+        engine = build_engine(ref.strategy, module, self.device, ref.fsdp_config)
+        engine.offload()
+        return engine
+
+    def _infer(
+        self,
+        engine: Engine,
+        data: DataProto,
+        config: RolloutConfig | RefConfig,
+        outputs: tuple[OutputName, ...],
+    ) -> dict[OutputName, torch.Tensor]:
+        dynamic = config.log_prob_use_dynamic_bsz
+        plan = ForwardPlan(
+            outputs,
+            None if dynamic else config.log_prob_micro_batch_size_per_gpu,
+            config.log_prob_max_token_len_per_gpu if dynamic else None,
+            self.config.rollout.temperature,
+        )
+        engine.onload()
+        results = engine.infer(data, plan)
+        engine.offload()
+        return results
+
+    def _adapter_off(self) -> AbstractContextManager[None]:
+        if not self._uses_adapter:
+            return nullcontext()
+        disabled = self.actor.module.disable_adapter()  # type: ignore[operator]
+        return cast(AbstractContextManager[None], disabled)
+
+    def _stop_tokens(self, meta: dict[str, Any]) -> set[int]:
+        """The tokenizer's end token, and those that the model's generation config names."""
+        own = base_module(self.actor.module).generation_config.eos_token_id
+        listed = own if isinstance(own, list) else [own]
+        return {int(token) for token in [meta["eos_token_id"], *listed] if token is not None}

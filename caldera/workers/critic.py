@@ -1,0 +1,85 @@
+"""The critic's worker: it predicts values and is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from caldera.config import CriticConfig
+from caldera.engine import ForwardPlan
+from caldera.models.loading import DTYPES, load_value_model
+from caldera.protocol import DataProto
+from caldera.single_controller import Dispatch, Worker, register
+from caldera.workers.losses import value_loss
+from caldera.workers.saving import build_engine, save_role
+from caldera.workers.updates import train_epochs
+
+
+class CriticWorker(Worker):
+    def __init__(self, config: CriticConfig, rollout_n: int, device: str) -> None:
+        super().__init__()
+        self.config = config
+        self.rollout_n = rollout_n
+        self.device = torch.device(device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the weights and build the engine."""
+        config = self.config
+        memory = config.model.fsdp_config
+        dtype = DTYPES[memory.model_dtype]
+        module = load_value_model(config.model, dtype, memory.seed, "critic.model")
+        self.engine = build_engine(
+            config.strategy, module, self.device, memory, config.optim, config.grad_clip,
+            config.model.enable_gradient_checkpointing,
+        )  # fmt: skip
+        self.engine.offload()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """Adds values."""
+        config = self.config
+        plan = self._plan(
+            config.forward_micro_batch_size_per_gpu, config.forward_max_token_len_per_gpu
+        )
+        self.engine.onload()
+        values = self.engine.infer(data, plan)["values"]
+        self.engine.offload()
+        return DataProto.from_dict({"values": values})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_critic(self, data: DataProto) -> DataProto:
+        """Train on the batch; returns metrics alone."""
+        config = self.config
+        self.engine.onload(optimizer=True)
+        metrics = train_epochs(
+            self.engine,
+            data,
+            value_loss(config),
+            self._plan(config.ppo_micro_batch_size_per_gpu, config.ppo_max_token_len_per_gpu),
+            config.ppo_mini_batch_size * self.rollout_n,
+            config.ppo_epochs,
+            config.data_loader_seed if config.shuffle else None,
+            "critic",
+        )
+        self.engine.offload()
+        return DataProto(meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write the critic into the folder."""
+        self.engine.onload(optimizer=True)
+        save_role(self.engine, folder, self.config.checkpoint, self.config.model)
+        self.engine.offload()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: Path) -> None:
+        """Read the critic back."""
+        self.engine.onload(optimizer=True)
+        self.engine.load(folder, self.config.checkpoint.load_contents)
+        self.engine.offload()
+
+    def _plan(self, rows: int | None, tokens: int) -> ForwardPlan:
+        dynamic = self.config.use_dynamic_bsz
+        return ForwardPlan(("values",), None if dynamic else rows, tokens if dynamic else None)

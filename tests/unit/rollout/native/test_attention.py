@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from caldera.errors import UnsupportedError
+from caldera.rollout.native.attention import (
+    PagedDecode,
+    PagedPrefill,
+    padding_order,
+    plan_rectangles,
+)
+from caldera.rollout.native.blocks import BlockManager, pages_for
+from caldera.rollout.native.cache import CacheShape, KVCache
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+def attend_last(query, keys, values, scale, window):
+    """query (Hq, D) of the last of L tokens; keys and values (L, Hkv, D): plainly, by hand."""
+    out = []
+    first = 0 if window is None else max(0, len(keys) - window)
+    for head in range(HEADS):
+        group = head // (HEADS // KV_HEADS)
+        scores = keys[first:, group] @ query[head] * scale
+        out.append(scores.softmax(0) @ values[first:, group])
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("window", [None, 5, 40])
+@pytest.mark.parametrize("lengths", [[20, 18, 25], [3, 90, 4, 40, 100, 1]])
+def test_decode_attends_to_the_pages_of_its_sequence(lengths, window):
+    generator = torch.Generator().manual_seed(0)
+    cache = KVCache(CacheShape(1, KV_HEADS, DIM, torch.float32), pages=30, device=CPU)
+    lengths = np.sort(lengths)  # prompts; one token more is decoded
+    blocks = BlockManager(30, len(lengths), 8)
+    for row, length in enumerate(lengths.tolist()):
+        blocks.allocate(row, length + 1)
+    tokens = int(lengths.sum())
+    query, key, value = (
+        torch.randn(tokens + len(lengths), heads, DIM, generator=generator)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    prefill = PagedPrefill(cache, lengths.tolist(), blocks.slots(rows, positions), CPU)
+    prefilled = prefill.attend(0, query[:tokens], key[:tokens], value[:tokens], 0.3, window)
+
+    rows = np.arange(len(lengths))
+    tables = blocks.tables[:, : pages_for(int(lengths.max()) + 1)]
+    decode = PagedDecode(cache, tables, lengths + 1, blocks.slots(rows, lengths), CPU)
+    decoded = decode.attend(0, query[tokens:], key[tokens:], value[tokens:], 0.3, window)
+
+    start = 0
+    for row, length in enumerate(lengths.tolist()):
+        end = start + length
+        new = slice(tokens + row, tokens + row + 1)
+        last = attend_last(query[end - 1], key[start:end], value[start:end], 0.3, window)
+        torch.testing.assert_close(prefilled[end - 1], last)
+        keys, values = (torch.cat([x[start:end], x[new]]) for x in (key, value))
+        expected = attend_last(query[new][0], keys, values, 0.3, window)
+        torch.testing.assert_close(decoded[row], expected)
+        start = end
+
+
+def test_sequences_of_similar_length_are_one_rectangle():
+    lengths = np.array([30, 20, 25, 17])
+    assert padding_order(lengths) is None
+    assert plan_rectangles(lengths) == [slice(0, 4)]
+
+
+def test_sequences_of_different_length_are_split():
+    lengths = np.array([10, 400, 20, 300, 30, 5, 900, 33])
+    order = padding_order(lengths)
+    assert lengths[order].tolist() == [5, 10, 20, 30, 33, 300, 400, 900]
+    assert plan_rectangles(lengths[order]) == [slice(0, 4), slice(4, 5), slice(5, 7), slice(7, 8)]
+
+
+def test_keys_of_an_unexpected_shape_are_refused():
+    cache = KVCache(CacheShape(1, KV_HEADS, DIM, torch.float32), pages=1, device=CPU)
+    with pytest.raises(UnsupportedError, match=r"layer 0 .*\(2, 4\).*\(2, 8\)"):
+        cache.write(0, torch.tensor([0]), torch.zeros(1, 2, 4), torch.zeros(1, 2, 8))
+
+
+def test_the_shape_of_a_cache_comes_from_the_model(build_model):
+    shape = CacheShape.of(build_model("gemma3").config, torch.bfloat16)
+    assert shape == CacheShape(layers=2, heads=2, head_dim=8, dtype=torch.bfloat16)
+    assert shape.page_bytes == 2 * 2 * 16 * 2 * 8 * 2

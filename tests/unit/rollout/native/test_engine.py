@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from caldera.errors import RolloutError
+from caldera.rollout import HFRollout, NativeRollout, Request
+from caldera.rollout.native.scheduler import Decode, Prefill, Scheduler
+
+CPU = torch.device("cpu")
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma3"]
+LENGTHS = [1, 5, 15, 16, 17, 31, 40, 3]
+
+
+def reference_logits(model, request, completion):
+    """Logits (R, V) of a plain forward, from which each token was sampled."""
+    sequence = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+    with torch.no_grad():
+        return model(sequence).logits[0, len(request.prompt_ids) - 1 : -1]
+
+
+def assert_log_probs(model, requests, completions, temperature=1.0):
+    for request, completion in zip(requests, completions, strict=True):
+        logits = reference_logits(model, request, completion) / temperature
+        chosen = torch.tensor(completion.token_ids)[:, None]
+        expected = logits.log_softmax(-1).gather(1, chosen)[:, 0]
+        assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def tokens(completions):
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """What the scheduler decided, step by step."""
+    taken = []
+    schedule = Scheduler.schedule
+
+    def spy(self):
+        taken.append(schedule(self))
+        return taken[-1]
+
+    monkeypatch.setattr(Scheduler, "schedule", spy)
+    return taken
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_that_of_transformers(family, build_model, config, make_requests):
+    requests = make_requests(LENGTHS, temperature=0.0, max_tokens=20)
+    model = build_model(family)
+    native = NativeRollout(config(), model, CPU).generate(requests)
+    hf = HFRollout(config(), model, CPU).generate(requests)
+    assert tokens(native) == tokens(hf)
+    assert len({tuple(t) for t in tokens(native)}) == len(LENGTHS)
+    assert_log_probs(build_model(family, attention="eager"), requests, native)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_of_samples_are_those_of_a_plain_forward(
+    family, build_model, config, make_requests
+):
+    requests = make_requests(LENGTHS, temperature=0.8, max_tokens=20)
+    completions = NativeRollout(config(), build_model(family), CPU).generate(requests)
+    reference = build_model(family, attention="eager")
+    assert_log_probs(reference, requests, completions, temperature=0.8)
+
+
+def test_raw_log_probs_ignore_temperature_and_filters(build_model, config, make_requests):
+    requests = make_requests([4, 9], temperature=0.5, top_k=3)
+    raw = config(logprobs_mode="raw_logprobs")
+    completions = NativeRollout(raw, build_model(), CPU).generate(requests)
+    assert_log_probs(build_model(attention="eager"), requests, completions)
+
+
+def test_samples_follow_the_model(build_model, config, make_requests):
+    model = build_model()
+    request = replace(make_requests([6], max_tokens=2)[0])
+    count = 4000
+    requests = [replace(request, seed=seed) for seed in range(count)]
+    completions = NativeRollout(config(max_num_seqs=1024), model, CPU).generate(requests)
+    logits = reference_logits(build_model(attention="eager"), request, completions[0])
+    observed = Counter(c.token_ids[0] for c in completions)
+    expected = logits[0].softmax(-1)
+    # chi-square over the tokens expected at least five times, the others together
+    likely = [t for t in range(48) if expected[t] * count >= 5]
+    rest = count - sum(observed[t] for t in likely)
+    mass = count * (1 - sum(expected[t].item() for t in likely))
+    chi_square = sum(
+        (observed[t] - expected[t] * count) ** 2 / (expected[t] * count) for t in likely
+    )
+    chi_square += (rest - mass) ** 2 / max(mass, 1)
+    assert len(likely) > 5
+    assert chi_square < len(likely) + 4 * (2 * len(likely)) ** 0.5
+    assert len({tuple(c.token_ids) for c in completions}) > 50
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 3},
+        {"max_num_batched_tokens": 20},
+        {"kv_cache_blocks": 6},
+        {"kv_cache_blocks": 8, "max_num_seqs": 5, "max_num_batched_tokens": 50},
+    ],
+)
+def test_a_sample_does_not_depend_on_what_it_is_batched_with(llama, config, make_requests, keys):
+    requests = make_requests(LENGTHS * 2, max_tokens=40, top_p=0.9)
+    expected = NativeRollout(config(), llama, CPU).generate(requests)
+    completions = NativeRollout(config(**keys), llama, CPU).generate(requests)
+    assert tokens(completions) == tokens(expected)
+    for ours, theirs in zip(completions, expected, strict=True):
+        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
+    reversed_order = NativeRollout(config(), llama, CPU).generate(requests[::-1])
+    assert tokens(reversed_order[::-1]) == tokens(expected)
+
+
+def test_too_few_pages_evict_the_last_and_lose_nothing(llama, config, make_requests, steps):
+    requests = make_requests([14, 15, 16], max_tokens=40, temperature=0.0)
+    expected = NativeRollout(config(), llama, CPU).generate(requests)
+    steps.clear()
+    completions = NativeRollout(config(kv_cache_blocks=5), llama, CPU).generate(requests)
+    assert tokens(completions) == tokens(expected)
+    prefills = [step.lengths for step in steps if isinstance(step, Prefill)]
+    assert len(prefills) > 1
+    assert max(prefills[1]) > 16  # prompt and what was sampled, again
+    reference = NativeRollout(config(), llama, CPU).generate(requests)
+    for ours, theirs in zip(completions, reference, strict=True):
+        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
+
+
+def test_samples_of_one_prompt_prefill_once(llama, config, make_requests, steps):
+    first, second = make_requests([37, 16], max_tokens=8)
+    requests = [
+        replace(request, seed=10 * seed + len(request.prompt_ids))
+        for seed in range(4)
+        for request in (first, second)
+    ]
+    together = NativeRollout(config(), llama, CPU).generate(requests)
+    assert [step.lengths for step in steps if isinstance(step, Prefill)] == [[37, 16]]
+    assert steps[0].leaders.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert len(steps[0].page_copies) == 3  # the partly filled page of the first prompt
+    assert sum(isinstance(step, Decode) for step in steps) == 7
+    alone = [NativeRollout(config(), llama, CPU).generate([request])[0] for request in requests]
+    assert tokens(together) == tokens(alone)
+    assert len({tuple(t) for t in tokens(together)}) == 8
+
+
+def test_forks_share_pages_when_memory_is_short(llama, config, make_requests, steps):
+    request = make_requests([48], max_tokens=16)[0]
+    requests = [replace(request, seed=seed) for seed in range(6)]
+    # six sequences of four pages in nine pages: three shared, one each
+    NativeRollout(config(kv_cache_blocks=9), llama, CPU).generate(requests)
+    assert [len(step.rows) for step in steps if isinstance(step, Prefill)] == [6]
+
+
+def test_stop_tokens_end_a_completion(llama, config, make_requests):
+    rollout = NativeRollout(config(), llama, CPU)
+    free = rollout.generate(make_requests([4, 6], temperature=0.0))
+    assert {c.finish_reason for c in free} == {"length"}
+    stop = free[0].token_ids[4]
+    end = free[0].token_ids.index(stop) + 1
+    stops = frozenset({stop, 47})
+    stopped = rollout.generate(make_requests([4, 6], temperature=0.0, stop_token_ids=stops))[0]
+    assert stopped.token_ids == free[0].token_ids[:end]
+    assert stopped.log_probs == pytest.approx(free[0].log_probs[:end], abs=1e-5)
+    assert stopped.finish_reason == "stop"
+
+
+def test_ignore_eos_goes_on(llama, config, make_requests):
+    rollout = NativeRollout(config(), llama, CPU)
+    everything = frozenset(range(48))
+    ended = rollout.generate(make_requests([4], stop_token_ids=everything))[0]
+    assert (len(ended.token_ids), ended.finish_reason) == (1, "stop")
+    ignored = rollout.generate(make_requests([4], stop_token_ids=everything, ignore_eos=True))[0]
+    assert (len(ignored.token_ids), ignored.finish_reason) == (12, "length")
+
+
+def test_requests_of_different_parameters_are_batched(llama, config, make_requests):
+    mixed: list[Request] = [
+        make_requests([5], temperature=0.0)[0],
+        make_requests([7], temperature=0.7, top_k=4, max_tokens=30)[0],
+        make_requests([9], max_tokens=1)[0],
+        make_requests([30], top_p=0.5, stop_token_ids=frozenset({3, 4, 5}))[0],
+    ]
+    together = NativeRollout(config(), llama, CPU).generate(mixed)
+    alone = [NativeRollout(config(), llama, CPU).generate([request])[0] for request in mixed]
+    assert tokens(together) == tokens(alone)
+    assert [c.finish_reason for c in together] == [c.finish_reason for c in alone]
+
+
+def test_the_cache_is_as_large_as_the_requests_need(llama, config, make_requests):
+    rollout = NativeRollout(config(max_num_seqs=2), llama, CPU)
+    page_bytes = 2 * 2 * 16 * 2 * 8 * 4  # keys and values, layers, tokens, heads, head_dim, float32
+    assert rollout.cache_bytes == 0
+    rollout.generate(make_requests([4, 4, 4], max_tokens=12))
+    assert rollout.cache_bytes == 2 * page_bytes
+    rollout.generate(make_requests([30, 4, 30], max_tokens=12))
+    assert rollout.cache_bytes == 2 * 3 * page_bytes
+    rollout.generate(make_requests([4], max_tokens=12))
+    assert rollout.cache_bytes == 2 * 3 * page_bytes
+
+
+def test_sleep_frees_the_cache(llama, config, make_requests):
+    rollout = NativeRollout(config(), llama, CPU)
+    requests = make_requests([4, 9])
+    first = rollout.generate(requests)
+    assert rollout.cache_bytes > 0
+    rollout.sleep()
+    assert rollout.cache_bytes == 0
+    with pytest.raises(RolloutError, match="wake it up"):
+        rollout.generate(requests)
+    rollout.wake_up("weights")
+    with pytest.raises(RolloutError, match="wake it up"):
+        rollout.generate(requests)
+    rollout.wake_up("kv_cache")
+    assert rollout.generate(requests) == first
+
+
+def test_a_request_that_can_never_fit_is_refused(llama, config, make_requests, steps):
+    rollout = NativeRollout(config(kv_cache_blocks=2), llama, CPU)
+    with pytest.raises(RolloutError, match=r"request 1 needs 3 pages of 16 tokens.* has 2"):
+        rollout.generate(make_requests([4, 22]))
+    assert steps == []

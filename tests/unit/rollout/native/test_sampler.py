@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from caldera.rollout.native.sampler import SamplingRows, _draw, sample, uniforms
+
+PROBABILITIES = [0.4, 0.3, 0.15, 0.1, 0.05]
+
+
+def rows(count, temperature=1.0, top_k=-1, top_p=1.0, seeds=None, generated=0) -> SamplingRows:
+    return SamplingRows(
+        temperature=np.full(count, temperature, dtype=np.float32),
+        top_k=np.full(count, top_k),
+        top_p=np.full(count, top_p),
+        seed=np.arange(count, dtype=np.uint64) if seeds is None else np.array(seeds, np.uint64),
+        generated=np.full(count, generated),
+    )
+
+
+def frequencies(count=40_000, **params) -> list[float]:
+    logits = torch.tensor(PROBABILITIES).log().expand(count, -1)
+    tokens, _ = sample(logits, rows(count, **params), raw_log_probs=False)
+    return (torch.bincount(tokens, minlength=5) / count).tolist()
+
+
+def splitmix64(state: int) -> int:
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) % 2**64
+    return state ^ (state >> 31)
+
+
+def test_uniforms_are_splitmix64_in_integers():
+    seeds, counters = [0, 1, 2**63 - 1, 2**64 - 1], [0, 5, 1000, 3]
+    expected = [
+        (splitmix64((splitmix64(s) + (c + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 11) * 2.0**-53
+        for s, c in zip(seeds, counters, strict=True)
+    ]
+    assert uniforms(np.array(seeds, np.uint64), np.array(counters)).tolist() == expected
+
+
+def test_uniforms_are_uniform_over_seeds_and_over_counters():
+    count = 50_000
+    for numbers in (
+        uniforms(np.arange(count, dtype=np.uint64), np.zeros(count, dtype=np.int64)),
+        uniforms(np.full(count, 9, dtype=np.uint64), np.arange(count)),
+    ):
+        assert numbers.min() >= 0 and numbers.max() < 1
+        histogram, _ = np.histogram(numbers, bins=20, range=(0, 1))
+        chi_square = ((histogram - count / 20) ** 2 / (count / 20)).sum()
+        assert chi_square < 43.8  # 19 degrees of freedom, one chance in a thousand
+        assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
+
+
+def test_sampling_follows_the_distribution():
+    assert frequencies() == pytest.approx(PROBABILITIES, abs=0.01)
+    assert frequencies(generated=17) == pytest.approx(PROBABILITIES, abs=0.01)
+
+
+def test_temperature_sharpens():
+    squared = [p**2 for p in PROBABILITIES]
+    expected = [p / sum(squared) for p in squared]
+    assert frequencies(temperature=0.5) == pytest.approx(expected, abs=0.01)
+
+
+def test_top_k_keeps_the_most_likely():
+    assert frequencies(top_k=2) == pytest.approx([4 / 7, 3 / 7, 0, 0, 0], abs=0.01)
+    assert frequencies(top_k=1) == [1, 0, 0, 0, 0]
+    assert frequencies(top_k=99) == pytest.approx(PROBABILITIES, abs=0.01)
+
+
+def test_top_p_keeps_the_fewest_that_reach_it():
+    assert frequencies(top_p=0.71) == pytest.approx([8 / 17, 6 / 17, 3 / 17, 0, 0], abs=0.01)
+    assert frequencies(top_p=0.69) == pytest.approx([4 / 7, 3 / 7, 0, 0, 0], abs=0.01)
+    assert frequencies(top_p=0.0) == [1, 0, 0, 0, 0]
+
+
+def test_top_p_applies_to_what_top_k_left():
+    # of the first three, renormalised, the first two have 0.7 / 0.85 = 0.82
+    assert frequencies(top_k=3, top_p=0.8) == pytest.approx([4 / 7, 3 / 7, 0, 0, 0], abs=0.01)
+
+
+def test_equal_logits_are_kept_together():
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0]]).expand(200, -1)
+    tokens, _ = sample(logits, rows(200, top_k=2), raw_log_probs=False)
+    assert set(tokens.tolist()) == {1, 2, 3, 4}
+
+
+def test_temperature_zero_takes_the_most_likely_without_filters():
+    logits = torch.randn(50, 5, generator=torch.Generator().manual_seed(0))
+    tokens, log_probs = sample(logits, rows(50, temperature=0.0, top_k=2), raw_log_probs=False)
+    assert torch.equal(tokens, logits.argmax(-1))
+    torch.testing.assert_close(log_probs, logits.log_softmax(-1).max(-1).values)
+
+
+def test_log_probs_after_or_before_temperature_and_filters():
+    logits = torch.tensor(PROBABILITIES).log().expand(100, -1)
+    params = rows(100, temperature=0.5, top_k=2)
+    tokens, processed = sample(logits, params, raw_log_probs=False)
+    raw = sample(logits, params, raw_log_probs=True)[1]
+    kept = 0.16 + 0.09
+    expected = {0: math.log(0.16 / kept), 1: math.log(0.09 / kept)}
+    assert processed.tolist() == pytest.approx([expected[t] for t in tokens.tolist()], abs=1e-5)
+    logs = [math.log(PROBABILITIES[t]) for t in tokens.tolist()]
+    assert raw.tolist() == pytest.approx(logs, abs=1e-5)
+
+
+def test_a_row_depends_on_itself_alone():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 40, generator=generator)
+    mixed = SamplingRows(
+        temperature=np.array([1.0, 0.0, 0.7, 1.3, 1.0, 0.5], dtype=np.float32),
+        top_k=np.array([-1, 5, 5, -1, 3, 0]),
+        top_p=np.array([1.0, 0.5, 1.0, 0.9, 0.5, 1.0]),
+        seed=np.array([3, 1, 4, 1, 5, 9], dtype=np.uint64),
+        generated=np.array([0, 7, 3, 7, 1, 2]),
+    )
+    tokens, log_probs = sample(logits, mixed, raw_log_probs=False)
+    for row in range(6):
+        alone = SamplingRows(*(getattr(mixed, name)[[row]] for name in mixed.__dataclass_fields__))
+        token, log_prob = sample(logits[[row]], alone, raw_log_probs=False)
+        assert (token.item(), log_prob.item()) == (tokens[row].item(), log_probs[row].item())
+
+
+def test_the_last_random_number_finds_the_last_possible_token():
+    largest = np.array([1 - 2.0**-53])
+    probabilities = torch.tensor([[0.3, 0.7, 0.0, 0.0]])
+    assert _draw(probabilities, largest).item() == 1
+    assert _draw(probabilities, np.array([1.0])).item() == 1  # as if rounded up
+    assert _draw(torch.tensor([[0.0, 0.0, 1.0]]), np.array([0.0])).item() == 2

@@ -1,0 +1,47 @@
+"""Rules that the repository as a whole keeps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import caldera
+
+ROOT = Path(__file__).parents[2]
+OPTIONAL_LIBRARIES = {"gguf", "megatron", "peft", "ray", "sglang", "vllm", "wandb"}
+
+
+def python_output(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_nothing_is_too_big() -> None:
+    assert python_output("scripts/check_size.py") == ""
+
+
+def test_every_folder_with_python_files_is_a_package() -> None:
+    folders = {path.parent for path in (ROOT / "caldera").rglob("*.py")}
+    assert folders, "the package has no Python files"
+    assert sorted(str(f) for f in folders if not (f / "__init__.py").is_file()) == []
+
+
+def test_the_changelog_has_an_unreleased_section_on_top() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    sections = [line for line in lines if line.startswith("## ")]
+    assert sections[0] == "## [Unreleased]"
+
+
+def test_import_caldera_imports_no_optional_library() -> None:
+    code = "import caldera, json, sys; print(json.dumps(sorted(sys.modules)))"
+    imported = {name.partition(".")[0] for name in json.loads(python_output("-c", code))}
+    assert "torch" in imported, "the list of imported modules is not what this test expects"
+    assert imported & OPTIONAL_LIBRARIES == set()
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(caldera.__all__) == ["DataProto", "__version__"]
+    assert all(hasattr(caldera, name) for name in caldera.__all__)
