@@ -41,7 +41,9 @@ class Registry(Generic[T]):
             return self._items[name]
         guess = nearest(name, self._items)
         hint = f"; did you mean {guess!r}?" if guess else ""
-        raise RegistryError(f"unknown {self.kind} {name!r}{hint} (known: {', '.join(self.names())})")
+        raise RegistryError(
+            f"unknown {self.kind} {name!r}{hint} (known: {', '.join(self.names())})"
+        )
 
     def __contains__(self, name: object) -> bool:
         return name in self._items

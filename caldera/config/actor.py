@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from omegaconf import II
 
+from caldera.config.algorithm import NO_SEARCH
 from caldera.config.fields import nested, option, refused
 from caldera.config.model import (
     LOG_PROBS_CHUNKED,
@@ -79,7 +80,7 @@ class ActorConfig:
     ulysses_sequence_parallel_size: int = refused(1, NEEDS_SHARDING)
     entropy_from_logits_with_chunking: bool = refused(False, LOG_PROBS_CHUNKED)
     entropy_checkpointing: bool = refused(False, LOG_PROBS_CHUNKED)
-    state_masking: bool = refused(False, "the search agent is not part of this release")
+    state_masking: bool = refused(False, NO_SEARCH)
     checkpoint: CheckpointConfig = nested(CheckpointConfig)
     optim: OptimizerConfig = nested(OptimizerConfig)
     fsdp_config: FSDPConfig = nested(FSDPConfig)
@@ -87,7 +88,7 @@ class ActorConfig:
 
 @dataclass
 class RefConfig:
-    strategy: str = II("actor_rollout_ref.actor.strategy")
+    strategy: str = option(II("actor_rollout_ref.actor.strategy"), choices=STRATEGIES)
     """Engine of the reference."""
     log_prob_micro_batch_size: int | None = refused(None, "use log_prob_micro_batch_size_per_gpu")
     log_prob_micro_batch_size_per_gpu: int | None = option(None, minimum=1)

@@ -8,6 +8,7 @@ from typing import Any
 from caldera.config.fields import nested, option, refused
 
 NO_CORRECTION = "rollout correction is not part of this release"
+NO_SEARCH = "the search agent is not part of this release"
 
 
 @dataclass
@@ -33,8 +34,8 @@ class RolloutCorrectionConfig:
 
 @dataclass
 class StateMaskingConfig:
-    start_state_marker: str = refused("<information>", "the search agent is not part of this release")
-    end_state_marker: str = refused("</information>", "the search agent is not part of this release")
+    start_state_marker: str = refused("<information>", NO_SEARCH)
+    end_state_marker: str = refused("</information>", NO_SEARCH)
 
 
 @dataclass

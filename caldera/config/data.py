@@ -48,8 +48,7 @@ class DataConfig:
     gen_batch_size: int | None = refused(None, "each step samples train_batch_size prompts")
     val_batch_size: int | None = option(None, minimum=1)
     """Prompts per validation batch; null: all at once."""
-    return_raw_input_ids: bool = False
-    """Keep the prompt's unpadded ids in the row, as raw_prompt_ids."""
+    return_raw_input_ids: bool = refused(False, "raw_prompt_ids is always in the row")
     return_raw_chat: bool = True
     """Keep the chat messages in the row, as raw_prompt."""
     return_full_prompt: bool = False

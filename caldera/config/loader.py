@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from caldera.config.fields import check_values, walk
 from caldera.config.ppo import PPOTrainerConfig
@@ -23,6 +24,7 @@ from caldera.config.validate import check_consistency
 from caldera.errors import ConfigError, UnknownKeyError, UnsupportedError, nearest
 
 CONFIG_DIR = Path(__file__).parent
+BRACKETS_AND_QUOTES = tuple("[{(\"'")
 
 
 def load_config(
@@ -43,7 +45,7 @@ def compose_config(
     if not (directory / f"{config_name}.yaml").is_file():
         known = ", ".join(sorted(path.stem for path in directory.glob("*.yaml"))) or "none"
         raise ConfigError(f"--config-name={config_name}: not in {directory} (there: {known})")
-    ConfigStore.instance().store(name="ppo_trainer_schema", node=PPOTrainerConfig)
+    _store_schema()
     checked = [_checked_override(text) for text in overrides]
     try:
         with initialize_config_dir(str(directory), version_base="1.3"):
@@ -66,34 +68,56 @@ def config_to_yaml(config: Any) -> str:
 
 
 @cache
+def _store_schema() -> None:
+    ConfigStore.instance().store(name="ppo_trainer_schema", node=PPOTrainerConfig)
+
+
+@cache
 def known_keys() -> dict[str, bool]:
     """Every dotted key, and whether it holds a free dictionary."""
-    return {key: field.type == "dict[str, Any]" for key, field, _ in walk(PPOTrainerConfig())}
+    return {
+        key: str(field.type).startswith("dict[str, Any]")
+        for key, field, _ in walk(PPOTrainerConfig())
+    }
 
 
 def _checked_override(text: str) -> str:
     """The override as Hydra takes it; `+key=value` of a known key is a plain override."""
-    override = _parse(text)
+    override, text = _parse(text)
     if override.is_delete():
         raise UnsupportedError(f"{text}: keys cannot be deleted; set the value that you want")
     key = override.key_or_group
     keys = known_keys()
+    if any(free and f"{key}.".startswith(f"{name}.") for name, free in keys.items()):
+        return "++" + text.lstrip("+")  # Hydra adds keys to a dictionary only when told to
     if key in keys or any(name.startswith(f"{key}.") for name in keys):
         return text.lstrip("+")
-    if any(free and key.startswith(f"{name}.") for name, free in keys.items()):
-        return "++" + text.lstrip("+")
-    guess = _same_leaf(key, keys) or nearest(key, keys)
-    hint = f"; did you mean {guess}?" if guess else ""
-    raise UnknownKeyError(f"unknown config key {key!r} in {text!r}{hint}")
+    raise UnknownKeyError(f"unknown config key {key!r} in {text!r}{_did_you_mean(key)}")
 
 
-def _parse(text: str) -> Override:
+def _parse(text: str) -> tuple[Override, str]:
+    """The override, and its text in Hydra's grammar.
+
+    A shell has taken the quotes away from `key="<b>"`, without which Hydra cannot read the value.
+    """
     if "=" not in text and not text.startswith("~"):
         raise ConfigError(f"{text!r} is not an override: write key=value")
+    parser = OverridesParser.create()
     try:
-        return OverridesParser.create().parse_override(text)
+        return parser.parse_override(text), text
     except HydraException as error:
-        raise ConfigError(f"cannot read {text!r}: {str(error).splitlines()[0]}") from error
+        key, _, value = text.partition("=")
+        if value[:1] in BRACKETS_AND_QUOTES or not key.strip("+~").replace(".", "").isidentifier():
+            raise ConfigError(f"cannot read {text!r}: {str(error).splitlines()[0]}") from error
+        # Within quotes, backslashes count only where they stand before a quote.
+        escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+        quoted = f"{key}='{escaped}'"
+        return parser.parse_override(quoted), quoted
+
+
+def _did_you_mean(key: str) -> str:
+    guess = _same_leaf(key, known_keys()) or nearest(key, known_keys())
+    return f"; did you mean {guess}?" if guess else ""
 
 
 def _same_leaf(key: str, keys: dict[str, bool]) -> str | None:
@@ -105,8 +129,12 @@ def _same_leaf(key: str, keys: dict[str, bool]) -> str | None:
 def _explained(error: Exception) -> ConfigError:
     """What Hydra and OmegaConf say, as one sentence that names the key."""
     cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
+    link: BaseException | None = error
+    while link is not None:  # the innermost one knows the key
+        cause = link if getattr(link, "full_key", None) else cause
+        link = link.__cause__ or link.__context__
     key = getattr(cause, "full_key", None)
+    if key and isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        return UnknownKeyError(f"unknown config key {key!r}{_did_you_mean(str(key))}")
     message = str(getattr(cause, "msg", None) or cause).splitlines()[0]
     return ConfigError(f"{key}: {message}" if key else message)

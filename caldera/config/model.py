@@ -37,7 +37,7 @@ class ModelConfig:
     use_remove_padding: bool = refused(True, ALWAYS_PACKED)
     lora_rank: int = option(0, minimum=0)
     """Rank of the LoRA adapter; 0 trains all parameters."""
-    lora_alpha: float = 16.0
+    lora_alpha: int = option(16, minimum=1)
     """Scale of the LoRA adapter."""
     target_modules: Any = "all-linear"
     """Module names that get an adapter: a list, or `all-linear`."""
@@ -112,7 +112,7 @@ class OptimizerConfig:
     """Shape of the schedule after the warm-up."""
     warmup_style: str | None = option(None, choices=("constant", "cosine"))
     """Older name of lr_scheduler_type; wins when set."""
-    override_optimizer_config: dict[str, Any] | None = None
+    override_optimizer_config: dict[str, Any] | None = mapping()
     """Further arguments of the optimiser's class."""
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from caldera.config.actor import ActorConfig, RefConfig
-from caldera.config.algorithm import AlgorithmConfig
+from caldera.config.algorithm import NO_SEARCH, AlgorithmConfig
 from caldera.config.critic import CriticConfig
 from caldera.config.data import DataConfig
 from caldera.config.fields import mapping, nested, refused
@@ -14,8 +14,6 @@ from caldera.config.model import ModelConfig
 from caldera.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from caldera.config.rollout import RolloutConfig
 from caldera.config.trainer import TrainerConfig
-
-NO_SEARCH = "the search agent is not part of this release"
 
 
 @dataclass

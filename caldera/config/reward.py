@@ -24,7 +24,7 @@ class RewardModelConfig:
 @dataclass
 class CustomRewardFunctionConfig:
     path: str | None = None
-    """File, `file://` or `pkg://` that holds the score function; null: the scorer by data source."""
+    """File, `file://` or `pkg://` that holds the score function; null: scored by data source."""
     name: str = "compute_score"
     """Name of the function."""
     reward_kwargs: dict[str, Any] = mapping()

@@ -73,6 +73,7 @@ class RolloutConfig:
     tensor_model_parallel_size: int = refused(1, ONE_DEVICE)
     data_parallel_size: int = refused(1, ONE_DEVICE)
     pipeline_model_parallel_size: int = refused(1, ONE_DEVICE)
+    enable_chunked_prefill: bool = refused(False, "the native sampler never splits a prompt")
     max_num_batched_tokens: int = option(8192, minimum=1)
     """Prompt tokens that one forward pass of the sampler takes."""
     max_model_len: int | None = option(None, minimum=1)

@@ -30,7 +30,7 @@ class TrainerConfig:
     """Folder for every validation answer; null: not kept."""
     nnodes: int = refused(1, "several nodes are not part of this release")
     n_gpus_per_node: int | None = option(None, minimum=1)
-    """Devices (GPUs, or ranks on a CPU) a node; null: 1. More than 1 is not part of this release."""
+    """Devices (GPUs, or ranks on a CPU) a node; null: 1. This release takes no more than 1."""
     device: str | None = option(None, choices=("cuda", "cpu"))
     """Where models live; null: cuda where there is a GPU, else cpu."""
     save_freq: int = -1
@@ -50,8 +50,7 @@ class TrainerConfig:
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Folder of the run: checkpoints, metrics, resolved config."""
     default_hdfs_dir: str | None = refused(None, "checkpoints are written to local folders")
-    del_local_ckpt_after_load: bool = False
-    """Remove a checkpoint once it has been loaded."""
+    del_local_ckpt_after_load: bool = refused(False, "a checkpoint that was loaded is kept")
     max_actor_ckpt_to_keep: int | None = option(None, minimum=1)
     """Newest checkpoints whose actor is kept; null: all."""
     max_critic_ckpt_to_keep: int | None = option(None, minimum=1)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 
+from caldera.config.actor import ActorConfig
+from caldera.config.critic import CriticConfig
+from caldera.config.model import CONTENTS, FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.errors import ConfigError, UnsupportedError
 
 logger = logging.getLogger(__name__)
+
+OTHER_SAMPLERS = ("vllm", "sglang", "trtllm")
 
 
 def check_consistency(config: PPOTrainerConfig) -> None:
@@ -19,6 +24,8 @@ def check_consistency(config: PPOTrainerConfig) -> None:
     if config.data.seed is None:
         config.data.seed = config.actor_rollout_ref.rollout.seed
     _check_world(config)
+    _check_precision(config)
+    _check_lists(config)
     _check_batches(config)
     _check_micro_batches(config)
     _check_sampling(config)
@@ -52,19 +59,27 @@ def resolve_for_machine(config: PPOTrainerConfig, gpus: int) -> list[str]:
     if rollout.name is None:
         rollout.name = "native"
         chosen.append("actor_rollout_ref.rollout.name=native")
-    compute = "bfloat16" if trainer.device == "cuda" else "float32"
-    for name, part in (
-        ("actor_rollout_ref.actor", config.actor_rollout_ref.actor),
-        ("actor_rollout_ref.ref", config.actor_rollout_ref.ref),
-        ("critic.model", config.critic.model),
-    ):
-        if part.fsdp_config.dtype is None:
-            part.fsdp_config.dtype = compute
-            chosen.append(f"{name}.fsdp_config.dtype={compute}")
+    for key, memory in _memories(config).items():
+        if memory.dtype is None:
+            memory.dtype = _default_dtype(trainer.device, memory)
+            chosen.append(f"{key}.dtype={memory.dtype}")
     if rollout.dtype is None:
-        rollout.dtype = compute
-        chosen.append(f"actor_rollout_ref.rollout.dtype={compute}")
+        rollout.dtype = _default_dtype(trainer.device, config.actor_rollout_ref.actor.fsdp_config)
+        chosen.append(f"actor_rollout_ref.rollout.dtype={rollout.dtype}")
     return chosen
+
+
+def _memories(config: PPOTrainerConfig) -> dict[str, FSDPConfig]:
+    return {
+        "actor_rollout_ref.actor.fsdp_config": config.actor_rollout_ref.actor.fsdp_config,
+        "actor_rollout_ref.ref.fsdp_config": config.actor_rollout_ref.ref.fsdp_config,
+        "critic.model.fsdp_config": config.critic.model.fsdp_config,
+    }
+
+
+def _default_dtype(device: str, memory: FSDPConfig) -> str:
+    """bfloat16 where it is fast, and where the parameters are; otherwise float32."""
+    return "bfloat16" if device == "cuda" or memory.model_dtype == "bf16" else "float32"
 
 
 def _as_list(value: object) -> list[str]:
@@ -100,12 +115,45 @@ def _check_world(config: PPOTrainerConfig) -> None:
             raise UnsupportedError(
                 f"{key}='megatron' is not part of this release; takes local, fsdp, fsdp2"
             )
+    sampler = config.actor_rollout_ref.rollout.name
+    if sampler in OTHER_SAMPLERS:
+        raise UnsupportedError(
+            f"actor_rollout_ref.rollout.name={sampler!r} is not part of this release; "
+            "takes native, hf"
+        )
     for key, extra in {
         "actor_rollout_ref.rollout.engine_kwargs": config.actor_rollout_ref.rollout.engine_kwargs,
         "ray_kwargs": config.ray_kwargs,
     }.items():
         if extra:
             raise UnsupportedError(f"{key}={extra!r}: nothing in this release takes it")
+
+
+def _check_precision(config: PPOTrainerConfig) -> None:
+    for key, memory in _memories(config).items():
+        if memory.model_dtype == "bf16" and memory.dtype == "float32":
+            raise UnsupportedError(
+                f"{key}.dtype='float32' with {key}.model_dtype='bf16': parameters that are kept "
+                "in bfloat16 compute in bfloat16"
+            )
+
+
+def _check_lists(config: PPOTrainerConfig) -> None:
+    roles: dict[str, ActorConfig | CriticConfig] = {
+        "actor_rollout_ref.actor": config.actor_rollout_ref.actor,
+        "critic": config.critic,
+    }
+    for name, role in roles.items():
+        checkpoint = role.checkpoint
+        for key in ("save_contents", "load_contents"):
+            unknown = [item for item in getattr(checkpoint, key) if item not in CONTENTS]
+            if unknown:
+                raise ConfigError(
+                    f"{name}.checkpoint.{key}: {', '.join(unknown)} is not one of "
+                    f"{', '.join(CONTENTS)}"
+                )
+        if len(role.optim.betas) != 2:
+            raise ConfigError(f"{name}.optim.betas={role.optim.betas}: takes two numbers")
 
 
 def _check_batches(config: PPOTrainerConfig) -> None:

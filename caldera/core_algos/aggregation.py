@@ -12,18 +12,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from caldera.config.actor import LOSS_AGG_MODES
 from caldera.core_algos.masked import masked_sum
 from caldera.errors import ConfigError, ProtocolError
 
 __all__ = ["LOSS_AGG_MODES", "Count", "LossScale", "agg_loss"]
-
-LOSS_AGG_MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "seq-mean-token-mean",
-)
 
 Count = int | Tensor  # a tensor stays on its device: counting need not wait for a GPU
 

@@ -1,18 +1,28 @@
-"""The built-in task: sums of two numbers, with a tokenizer and a small transformer of its own."""
+"""The built-in tasks, and a tokenizer and a small transformer for the first of them."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from caldera.models.attention import ATTENTION
 
 DATA_SOURCE = "caldera/arithmetic"
+Problem = tuple[str, str]
+"""A question and the number that answers it."""
 LARGEST = 49
 HELD_OUT = 256
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
@@ -27,6 +37,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, *"0123456789+="])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS
     )
@@ -34,7 +45,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
     """A transformer of 0.4 million parameters with random weights."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -51,26 +62,40 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
 
 
-def problems(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """All pairs of numbers, shuffled: (for training, held out)."""
-    pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
-    random.Random(seed).shuffle(pairs)
-    return pairs[HELD_OUT:], pairs[:HELD_OUT]
+def sums(seed: int) -> tuple[list[Problem], list[Problem]]:
+    """All sums of two numbers up to LARGEST, shuffled: (for training, held out)."""
+    numbers = range(LARGEST + 1)
+    problems = [(f"{a}+{b}", str(a + b)) for a in numbers for b in numbers]
+    random.Random(seed).shuffle(problems)
+    return problems[HELD_OUT:], problems[:HELD_OUT]
 
 
-def write_parquet(pairs: list[tuple[int, int]], split: str, path: Path) -> None:
-    """The problems in verl's row schema."""
+def products() -> list[Problem]:
+    """All products of two digits."""
+    digits = range(10)
+    return [(f"{a} times {b} is", str(a * b)) for a in digits for b in digits]
+
+
+def write_parquet(
+    problems: Sequence[Problem], split: str, path: Path, examples: Sequence[Problem] = ()
+) -> None:
+    """The problems in verl's row schema, each after the solved examples."""
+    shown = [
+        {"role": role, "content": text}
+        for example in examples
+        for role, text in zip(("user", "assistant"), example, strict=True)
+    ]
     rows: list[dict[str, Any]] = [
         {
             "data_source": DATA_SOURCE,
-            "prompt": [{"role": "user", "content": f"{a}+{b}"}],
+            "prompt": [*shown, {"role": "user", "content": question}],
             "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "reward_model": {"style": "rule", "ground_truth": answer},
             "extra_info": {"split": split, "index": index},
         }
-        for index, (a, b) in enumerate(pairs)
+        for index, (question, answer) in enumerate(problems)
     ]
     pq.write_table(pa.Table.from_pylist(rows), path)

@@ -4,5 +4,15 @@ from __future__ import annotations
 
 from caldera.engine.base import ENGINES, Engine, ForwardPlan, LossFn, OutputName, Outputs
 from caldera.engine.local import LocalEngine
+from caldera.engine.packing import tensors_of
 
-__all__ = ["ENGINES", "Engine", "ForwardPlan", "LocalEngine", "LossFn", "OutputName", "Outputs"]
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "ForwardPlan",
+    "LocalEngine",
+    "LossFn",
+    "OutputName",
+    "Outputs",
+    "tensors_of",
+]

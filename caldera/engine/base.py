@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
+from caldera.config import FSDPConfig, OptimizerConfig
 from caldera.core_algos import LossScale
 from caldera.protocol import DataProto
 from caldera.registry import Registry
@@ -76,4 +78,9 @@ class Engine(ABC):
         """Send parameters and optimiser state to host memory where the config asks for it."""
 
 
-ENGINES: Registry[type[Engine]] = Registry("training engine (strategy)")
+EngineFactory = Callable[
+    [nn.Module, torch.device, FSDPConfig, OptimizerConfig | None, float], Engine
+]
+"""(module, device, memory, optimiser or None for a frozen model, largest gradient norm)."""
+
+ENGINES: Registry[EngineFactory] = Registry("training engine (strategy)")

@@ -19,7 +19,7 @@ from caldera.core_algos import LossScale
 from caldera.data import micro_batches_by_count, micro_batches_by_tokens
 from caldera.engine.base import ENGINES, Engine, ForwardPlan, LossFn, Outputs
 from caldera.engine.optim import build_optimizer, build_schedule
-from caldera.engine.packing import PackedRows, pack_rows
+from caldera.engine.packing import PackedRows, pack_rows, tensors_of
 from caldera.errors import CheckpointError
 from caldera.models.forward import hidden_states, language_head, value_scores
 from caldera.models.head import log_prob_and_entropy
@@ -59,7 +59,7 @@ class LocalEngine(Engine):
 
     def infer(self, batch: DataProto, plan: ForwardPlan) -> Outputs:
         self.module.eval()
-        rows, width = batch.batch["response_mask"].shape
+        rows, width = tensors_of(batch)["response_mask"].shape
         results: Outputs = {name: torch.zeros(rows, width) for name in plan.outputs}
         with torch.no_grad():
             for indices in _micro_batches(batch, plan):
@@ -72,13 +72,13 @@ class LocalEngine(Engine):
         assert self._optimizer is not None, "a frozen engine is not trained"
         self.module.train()
         self._optimizer.zero_grad(set_to_none=True)
-        scale = LossScale.from_mask(mini_batch.batch["response_mask"])
+        scale = LossScale.from_mask(tensors_of(mini_batch)["response_mask"])
         totals: dict[str, Tensor] = {}
         for indices in _micro_batches(mini_batch, plan):
             rows = mini_batch.select_idxs(indices).to(self._device)
             outputs = self._forward(pack_rows(rows, self._device), plan)
             loss, metrics = loss_fn(outputs, rows, scale)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             for name, value in metrics.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value.detach()
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._grad_clip or float("inf"))
@@ -119,13 +119,18 @@ class LocalEngine(Engine):
 
     def load(self, folder: Path, contents: list[str]) -> None:
         if "model" in contents:
-            self.module.load_state_dict(self._read(folder / f"model_{WORLD}.pt"))
+            _restore(self.module, folder / f"model_{WORLD}.pt")
         if "optimizer" in contents and self._optimizer is not None:
-            self._optimizer.load_state_dict(self._read(folder / f"optim_{WORLD}.pt"))
+            _restore(self._optimizer, folder / f"optim_{WORLD}.pt")
         if "extra" in contents:
-            extra = self._read(folder / f"extra_state_{WORLD}.pt")
+            extra = _read(folder / f"extra_state_{WORLD}.pt")
             if self._optimizer is not None:
                 self._schedule.load_state_dict(extra["lr_scheduler"])
+                # The optimiser holds the rate too, and may not have been read back.
+                for group, rate in zip(
+                    self._optimizer.param_groups, self._schedule.get_last_lr(), strict=True
+                ):
+                    group["lr"] = rate
             self.version = extra["version"]
             _restore_rng(extra["rng"])
 
@@ -165,23 +170,32 @@ class LocalEngine(Engine):
         return outputs
 
     def _precision(self) -> AbstractContextManager[None]:
-        compute = DTYPES[self._memory.dtype or "float32"]
+        compute = DTYPES[self._memory.dtype or self._memory.model_dtype]
         if compute == DTYPES[self._memory.model_dtype]:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=compute)
 
-    def _read(self, path: Path) -> Any:
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing: the checkpoint is incomplete")
-        # The files hold numpy and Python RNG states besides tensors, and are this program's own.
-        return torch.load(path, map_location="cpu", weights_only=False)
+
+def _read(path: Path) -> Any:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete")
+    # The files hold numpy and Python RNG states besides tensors, and are this program's own.
+    return torch.load(path, map_location="cpu", weights_only=False)
+
+
+def _restore(part: nn.Module | torch.optim.Optimizer, path: Path) -> None:
+    state = _read(path)
+    try:
+        part.load_state_dict(state)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{path} does not fit: {error}") from error
 
 
 def _micro_batches(batch: DataProto, plan: ForwardPlan) -> list[list[int]]:
     if plan.max_tokens is None:
         assert plan.micro_batch_size is not None
         return micro_batches_by_count(len(batch), plan.micro_batch_size)
-    lengths = batch.batch["attention_mask"].sum(1).tolist()
+    lengths = tensors_of(batch)["attention_mask"].sum(1).tolist()
     return micro_batches_by_tokens(lengths, plan.max_tokens)
 
 
@@ -193,7 +207,11 @@ def _move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> N
 
 
 def _rng_state() -> dict[str, Any]:
-    state = {"cpu": torch.get_rng_state(), "numpy": np.random.get_state(), "random": random.getstate()}
+    state = {
+        "cpu": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "random": random.getstate(),
+    }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state

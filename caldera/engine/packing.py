@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from caldera.models.attention import PackedSequences
@@ -32,11 +33,18 @@ class PackedRows:
         return flat.index_copy(0, self.cells, values).view(rows, width)
 
 
+def tensors_of(rows: DataProto) -> TensorDict:
+    """The tensors of rows that must have some."""
+    assert rows.batch is not None, "rows for a model have tensors"
+    return rows.batch
+
+
 def pack_rows(rows: DataProto, device: torch.device) -> PackedRows:
     """Drop the padding of left-padded prompts and right-padded responses."""
-    attention = rows.batch["attention_mask"].bool()  # (B, P + R)
-    input_ids = rows.batch["input_ids"]
-    response_mask = rows.batch["response_mask"].bool()  # (B, R)
+    tensors = tensors_of(rows)
+    attention = tensors["attention_mask"].bool()  # (B, P + R)
+    input_ids = tensors["input_ids"]
+    response_mask = tensors["response_mask"].bool()  # (B, R)
     width = response_mask.shape[1]
     lengths = attention.sum(1).tolist()
     packed_index = attention.flatten().cumsum(0).view_as(attention) - 1  # (B, P + R)

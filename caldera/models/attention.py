@@ -8,6 +8,9 @@ paged key/value cache for sampling. So no model is rewritten, and nothing is pat
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +32,13 @@ class AttentionContext(Protocol):
     """How the tokens of one forward pass attend to each other."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         """Causal attention. query (T, Hq, D); key and value (T, Hkv, D); returns (T, Hq, D).
 
@@ -63,14 +72,9 @@ def _attention(
         raise UnsupportedError(f"{type(module).__name__} needs {feature}, which is not supported")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    out = context.attend(
-        layer,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        scale,
-        sliding_window,
-    )
+    # Under autocast, the rotary embedding has promoted query and key back to float32.
+    rows = [x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)]
+    out = context.attend(layer, rows[0], rows[1], rows[2], scale, sliding_window)
     return out.unsqueeze(0), None  # (1, T, Hq, D)
 
 
@@ -82,7 +86,9 @@ AttentionInterface.register(ATTENTION, _attention)
 AttentionMaskInterface.register(ATTENTION, _no_mask)
 
 
-def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+def causal_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> Tensor:
     """Causal attention over rectangles. query (S, Hq, L, D); key and value (S, Hkv, L, D)."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:  # an explicit repeat keeps the fused kernels available on every device
@@ -95,6 +101,17 @@ def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, window:
     distance = positions[:, None] - positions[None, :]  # (L, L)
     visible = (distance >= 0) & (distance < window)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
+
+
+@cache
+def flash_kernel() -> Callable[..., Any]:
+    """PyTorch's variable-length flash attention, in which query heads may share key heads."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Shared key heads always work, but releases that have this argument want them announced.
+    if "enable_gqa" in signature(varlen_attn).parameters:
+        return partial(varlen_attn, enable_gqa=True)
+    return varlen_attn
 
 
 class PackedSequences:
@@ -115,18 +132,23 @@ class PackedSequences:
         self._rectangles: list[tuple[Tensor, Tensor, tuple[int, int]]] | None = None
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             return self._attend_flash(query, key, value, scale, window)
         if self._rectangles is None:
             self._rectangles = self._plan_rectangles(query.device)
-        out = torch.empty_like(query)
         if len(self._rectangles) == 1 and self._rectangles[0][0].numel() == self.total:
             shape = self._rectangles[0][2]  # all of one length: a view, no gathering
             rows = [x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)]
             attended = causal_sdpa(rows[0], rows[1], rows[2], scale, window)
-            return attended.transpose(1, 2).reshape(out.shape)
+            return attended.transpose(1, 2).reshape(query.shape)
         parts, targets = [], []
         for gather, kept, shape in self._rectangles:
             rows = [
@@ -137,15 +159,13 @@ class PackedSequences:
             flat = attended.transpose(1, 2).reshape(-1, *query.shape[1:])  # (S * L, Hq, D)
             parts.append(flat.index_select(0, kept))
             targets.append(gather.index_select(0, kept))
-        return out.index_copy(0, torch.cat(targets), torch.cat(parts))
+        return torch.empty_like(query).index_copy(0, torch.cat(targets), torch.cat(parts))
 
     def _attend_flash(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
         reach = (-1, 0) if window is None else (window - 1, 0)
-        out = varlen_attn(
+        out = flash_kernel()(
             query.contiguous(),
             key.contiguous(),
             value.contiguous(),
@@ -155,25 +175,27 @@ class PackedSequences:
             self.max_length,
             scale=scale,
             window_size=reach,
-            enable_gqa=query.shape[1] != key.shape[1],
         )
         assert isinstance(out, Tensor)
         return out
 
-    def _plan_rectangles(self, device: torch.device) -> list[tuple[Tensor, Tensor, tuple[int, int]]]:
+    def _plan_rectangles(
+        self, device: torch.device
+    ) -> list[tuple[Tensor, Tensor, tuple[int, int]]]:
         """Groups of sequences as (token index of each cell, cells that hold a token, shape)."""
         starts = [0]
         for length in self.lengths[:-1]:
             starts.append(starts[-1] + length)
         order = sorted(range(len(self.lengths)), key=lambda s: self.lengths[s])
         groups: list[list[int]] = [[]]
+        tokens = 0  # of the newest group
         for sequence in order:  # ascending, so the newest member sets the rectangle's width
-            group = groups[-1]
-            tokens = sum(self.lengths[s] for s in group) + self.lengths[sequence]
-            if group and self.lengths[sequence] * (len(group) + 1) > PADDING_WASTE * tokens:
-                groups.append([sequence])
-            else:
-                group.append(sequence)
+            length = self.lengths[sequence]
+            if groups[-1] and length * (len(groups[-1]) + 1) > PADDING_WASTE * (tokens + length):
+                groups.append([])
+                tokens = 0
+            groups[-1].append(sequence)
+            tokens += length
         return [self._rectangle(sorted(group), starts, device) for group in groups]
 
     def _rectangle(

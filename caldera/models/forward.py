@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -34,6 +35,10 @@ def language_head(module: nn.Module) -> Tensor:
     """The output embedding's weight, (V, H)."""
     model = base_module(module)
     head = model.get_output_embeddings()
+    if hasattr(head, "base_layer"):
+        raise UnsupportedError(
+            "the language head cannot have an adapter: leave it out of model.target_modules"
+        )
     if head is None or getattr(head, "bias", None) is not None:
         raise UnsupportedError(f"{type(model).__name__} has no bias-free language head")
     if getattr(model.config, "final_logit_softcapping", None) is not None:
@@ -47,6 +52,7 @@ def language_logits(module: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def value_scores(module: nn.Module, hidden: Tensor) -> Tensor:
-    """Float32 values (N,) of hidden states (N, H), from a one-label token classifier."""
+    """Values (N,) of hidden states (N, H), in float32 or better, from a one-label classifier."""
     head = cast(nn.Module, base_module(module).score)
-    return cast(Tensor, head(hidden)).squeeze(-1).float()
+    values = cast(Tensor, head(hidden)).squeeze(-1)
+    return values.to(torch.promote_types(values.dtype, torch.float32))

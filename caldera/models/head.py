@@ -19,11 +19,11 @@ CELLS_PER_CHUNK = 2**24
 def log_prob_and_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Float32 log-prob of each label and entropy of each distribution, both (N,).
+    """Log-prob of each label and entropy of each distribution, both (N,), in float32 or better.
 
     hidden (N, H), weight (V, H), labels (N,). Without `with_entropy` the second is zeros.
     """
-    log_prob, entropy = _ChunkedHead.apply(
+    log_prob, entropy = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
         hidden, weight.to(hidden.dtype), labels, temperature, with_entropy
     )
     return log_prob, entropy
@@ -45,11 +45,12 @@ class _ChunkedHead(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         rows, vocabulary = hidden.shape[0], weight.shape[0]
-        log_prob = torch.zeros(rows, dtype=torch.float32, device=hidden.device)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        log_prob = torch.zeros(rows, dtype=dtype, device=hidden.device)
         entropy = torch.zeros_like(log_prob)
         normaliser = torch.zeros_like(log_prob)
         for part in _chunks(rows, vocabulary):
-            logits = (hidden[part] @ weight.t()).float() / temperature  # (n, V)
+            logits = (hidden[part] @ weight.t()).to(dtype) / temperature  # (n, V)
             normaliser[part] = torch.logsumexp(logits, dim=-1)
             picked = logits.gather(1, labels[part, None]).squeeze(1)
             log_prob[part] = picked - normaliser[part]
@@ -66,10 +67,10 @@ class _ChunkedHead(torch.autograd.Function):
         hidden, weight, labels, normaliser, entropy = ctx.saved_tensors
         want_hidden, want_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         grad_hidden = torch.zeros_like(hidden) if want_hidden else None
-        # Accumulated in float32: many chunks add up here.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
+        # Accumulated in float32 or better: many chunks add up here.
+        grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if want_weight else None
         for part in _chunks(hidden.shape[0], weight.shape[0]):
-            logits = (hidden[part] @ weight.t()).float() / ctx.temperature  # (n, V)
+            logits = (hidden[part] @ weight.t()).to(normaliser.dtype) / ctx.temperature  # (n, V)
             log_p = logits - normaliser[part, None]
             probability = torch.exp(log_p)
             grad = -probability * grad_log_prob[part, None]
@@ -81,7 +82,7 @@ class _ChunkedHead(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ weight
             if grad_weight is not None:
-                grad_weight += (grad.t() @ hidden[part]).float()
+                grad_weight += grad.t() @ hidden[part]
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None

@@ -21,6 +21,7 @@ from caldera.errors import ConfigError
 from caldera.models.attention import ATTENTION
 from caldera.models.forward import base_module
 
+VALUE_HEAD = "score"
 DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -32,13 +33,13 @@ DTYPES = {
 def load_policy(config: ModelConfig, dtype: torch.dtype, seed: int, key: str) -> nn.Module:
     """A causal language model, with an adapter when the config asks for one."""
     model = _load(AutoModelForCausalLM, config, dtype, seed, key)
-    return _with_adapter(model, config, "CAUSAL_LM", seed)
+    return _with_adapter(model, config, "CAUSAL_LM", seed, key)
 
 
 def load_value_model(config: ModelConfig, dtype: torch.dtype, seed: int, key: str) -> nn.Module:
     """A token classifier of one label, whose head starts at small random values."""
     model = _load(AutoModelForTokenClassification, config, dtype, seed, key, num_labels=1)
-    return _with_adapter(model, config, "TOKEN_CLS", seed)
+    return _with_adapter(model, config, "TOKEN_CLS", seed, key)
 
 
 def enable_checkpointing(module: nn.Module) -> None:
@@ -61,11 +62,11 @@ def exported_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if hasattr(layer, "get_delta_weight")
     }
     for name, tensor in model.state_dict().items():
-        if ".lora_" in name:
+        if ".lora_" in name or ".original_module." in name:
             continue
         layer = cast(Any, deltas.get(name))
         merged = tensor if layer is None else tensor + layer.get_delta_weight("default").to(tensor)
-        yield name.replace(".base_layer.", "."), merged
+        yield name.replace(".base_layer.", ".").replace(".modules_to_save.default.", "."), merged
 
 
 def save_pretrained(module: nn.Module, folder: Path) -> None:
@@ -77,42 +78,72 @@ def save_pretrained(module: nn.Module, folder: Path) -> None:
 def _load(
     factory: Any, config: ModelConfig, dtype: torch.dtype, seed: int, key: str, **extra: Any
 ) -> PreTrainedModel:
-    for name in (config.external_lib or "").split(","):
-        if name.strip():
-            importlib.import_module(name.strip())
-    path = str(Path(config.path or "").expanduser())
+    _import_libraries(config, key)
+    folder = Path(config.path or "").expanduser()
+    if folder.is_absolute() and not folder.is_dir():
+        raise ConfigError(f"{key}.path={config.path!r}: there is no such folder")
     options = {"trust_remote_code": config.trust_remote_code}
     try:
-        model_config = AutoConfig.from_pretrained(path, **options, **config.override_config)
+        model_config, unused = AutoConfig.from_pretrained(
+            str(folder), return_unused_kwargs=True, **options, **config.override_config, **extra
+        )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = factory.from_pretrained(
-                path, config=model_config, dtype=dtype, attn_implementation=ATTENTION,
-                **options, **extra,
+                str(folder), config=model_config, dtype=dtype, attn_implementation=ATTENTION,
+                **options,
             )  # fmt: skip
     except (OSError, ValueError) as error:
         first = str(error).splitlines()[0]
-        raise ConfigError(f"{key}.path={config.path!r}: no model could be loaded: {first}") from error
+        raise ConfigError(
+            f"{key}.path={config.path!r}: no model could be loaded: {first}"
+        ) from error
+    if unused:
+        names = ", ".join(unused)
+        raise ConfigError(f"{key}.override_config: the model's config has no {names}")
     return cast(PreTrainedModel, model)
 
 
-def _with_adapter(model: PreTrainedModel, config: ModelConfig, task: str, seed: int) -> nn.Module:
+def _import_libraries(config: ModelConfig, key: str) -> None:
+    for name in filter(None, (part.strip() for part in (config.external_lib or "").split(","))):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"{key}.external_lib: cannot import {name!r}: {error}") from error
+
+
+def _with_adapter(
+    model: PreTrainedModel, config: ModelConfig, task: str, seed: int, key: str
+) -> nn.Module:
     if config.lora_rank == 0:
         return model
     try:
         import peft
     except ImportError as error:
         raise ConfigError(
-            f"model.lora_rank={config.lora_rank} needs peft: pip install 'caldera[lora]'"
+            f"{key}.lora_rank={config.lora_rank} needs peft: pip install 'caldera[lora]'"
         ) from error
     lora = peft.LoraConfig(
         task_type=task,
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         target_modules=config.target_modules,
-        exclude_modules=config.exclude_modules,
+        exclude_modules=_excluded(config.exclude_modules, task),
         bias="none",
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return cast(nn.Module, peft.get_peft_model(model, lora))
+        try:
+            return cast(nn.Module, peft.get_peft_model(model, lora))
+        except ValueError as error:
+            first = str(error).splitlines()[0]
+            raise ConfigError(f"{key}.target_modules={config.target_modules!r}: {first}") from error
+
+
+def _excluded(modules: Any, task: str) -> Any:
+    """A value head is trained whole, which peft takes for granted, so it gets no adapter."""
+    if task != "TOKEN_CLS":
+        return modules
+    if isinstance(modules, str):
+        return f"(?:{modules})|(?:{VALUE_HEAD})"
+    return [*(modules or []), VALUE_HEAD]

@@ -55,12 +55,26 @@ def registration_of(method: Any) -> Registration | None:
     return getattr(method, ATTRIBUTE, None)
 
 
-def dispatch(mode: Dispatch, world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
-    """The arguments of each rank."""
-    if mode is not Dispatch.DP_COMPUTE_PROTO:
-        return [(list(args), dict(kwargs)) for _ in range(world_size)]
-    split_args = [_split(value, world_size) for value in args]
-    split_kwargs = {name: _split(value, world_size) for name, value in kwargs.items()}
+def dispatch(
+    mode: Dispatch, world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Arguments]:
+    """The arguments of each rank: a DataProto is cut, and what is not is given to all.
+
+    ALL_TO_ALL gives each rank its element, when every argument is a list of one for each.
+    """
+    scattered = mode is Dispatch.ALL_TO_ALL and all(
+        isinstance(value, list) and len(value) == world_size for value in (*args, *kwargs.values())
+    )
+
+    def shares(value: Any) -> list[Any]:
+        if scattered:
+            return list(value)
+        if mode is Dispatch.DP_COMPUTE_PROTO and isinstance(value, DataProto):
+            return list(value.chunk(world_size))
+        return [value] * world_size
+
+    split_args = [shares(value) for value in args]
+    split_kwargs = {name: shares(value) for name, value in kwargs.items()}
     return [
         ([part[rank] for part in split_args], {k: part[rank] for k, part in split_kwargs.items()})
         for rank in range(world_size)
@@ -72,7 +86,3 @@ def collect(mode: Dispatch, outputs: list[Any]) -> Any:
     if mode is Dispatch.DP_COMPUTE_PROTO:
         return DataProto.concat(outputs)
     return outputs[0] if mode is Dispatch.RANK_ZERO else outputs
-
-
-def _split(value: Any, world_size: int) -> list[Any]:
-    return list(value.chunk(world_size)) if isinstance(value, DataProto) else [value] * world_size

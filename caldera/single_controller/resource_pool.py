@@ -41,7 +41,9 @@ class ResourcePoolManager:
         name = self.mapping.get(role)
         if name not in self.resource_pool_dict:
             known = ", ".join(self.resource_pool_dict) or "none"
-            raise ConfigError(f"role {role.value} is mapped to pool {name!r} (known pools: {known})")
+            raise ConfigError(
+                f"role {role.value} is mapped to pool {name!r} (known pools: {known})"
+            )
         return self.resource_pool_dict[name]
 
     def get_n_gpus(self) -> int:

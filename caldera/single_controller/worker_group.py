@@ -36,7 +36,9 @@ class LocalWorkerGroup:
             worker.place(rank, self.world_size)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        worker_class = type(self.__dict__["workers"][0])
+        if name == "workers":  # of a group that is being copied or unpickled
+            raise AttributeError(name)
+        worker_class = type(self.workers[0])
         found = registration_of(getattr(worker_class, name, None))
         if found is None:
             raise AttributeError(f"{worker_class.__name__} registers no method {name!r}")

@@ -1,7 +1,7 @@
 """Checkpoint folders: written aside and renamed, found again, pruned.
 
-    {root}/latest_checkpointed_iteration.txt     the newest complete step
-    {root}/global_step_{N}/actor, critic, data.pt, trainer_state.json
+{root}/latest_checkpointed_iteration.txt     the newest complete step
+{root}/global_step_{N}/actor, critic, data.pt, trainer_state.json
 """
 
 from __future__ import annotations

@@ -6,14 +6,21 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.logging import RichHandler
+from transformers.utils.logging import disable_progress_bar
 
 from caldera.errors import CalderaError
 from caldera.tracking.console import CONSOLE
 
 USER_ERROR = 2
+
+
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(options, config overrides), which may stand in any order: argparse would mind."""
+    overrides = [text for text in arguments if "=" in text and not text.startswith("-")]
+    return [text for text in arguments if text not in overrides], overrides
 
 
 def run_entry_point(work: Callable[[], None]) -> int:
@@ -22,6 +29,7 @@ def run_entry_point(work: Callable[[], None]) -> int:
     handler = RichHandler(console=CONSOLE, show_path=False, show_time=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     logging.getLogger("caldera").setLevel(level)
+    disable_progress_bar()  # of loading and saving: it would tear our own
     try:
         work()
     except CalderaError as error:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from caldera.config import PPOTrainerConfig, config_to_yaml, load_config
-from caldera.trainer.entry import run_entry_point
+from caldera.trainer.entry import run_entry_point, split_overrides
 from caldera.trainer.ppo.setup import TaskRunner
 
 
@@ -26,11 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config-name", default="ppo_trainer", help="YAML file to start from")
     parser.add_argument("--config-path", help="folder of that file; default: Caldera's own")
     parser.add_argument("--cfg", choices=["job"], help="print the resolved config and stop")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values of config keys")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("key=value", nargs="*", help="values of config keys")
+    options, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(options)
+    overrides += getattr(arguments, "key=value")  # what is no override is told so by the loader
 
     def train() -> None:
-        config = load_config(arguments.overrides, arguments.config_name, arguments.config_path)
+        config = load_config(overrides, arguments.config_name, arguments.config_path)
         if arguments.cfg:
             sys.stdout.write(config_to_yaml(config))
         else:

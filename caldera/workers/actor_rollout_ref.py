@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -125,7 +126,7 @@ class ActorRolloutRefWorker(Worker):
         module = self.actor.module
         dtype = DTYPES[config.dtype or memory.model_dtype]
         if dtype != DTYPES[memory.model_dtype]:
-            plain = cast(Any, type(self.config.model))(**{**vars(self.config.model), "lora_rank": 0})
+            plain = replace(self.config.model, lora_rank=0)  # adapters come over merged
             module = load_policy(plain, dtype, memory.seed, MODEL_KEY).to(self.device)
         return ROLLOUTS[config.name or "native"](config, module, self.device)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from caldera.config import ActorConfig, CriticConfig
 from caldera.core_algos import LossScale, compute_value_loss, get_policy_loss_fn, kl_penalty
-from caldera.engine import LossFn, Outputs
+from caldera.engine import LossFn, Outputs, tensors_of
 from caldera.protocol import DataProto
 
 
@@ -21,11 +21,12 @@ def policy_loss(config: ActorConfig, on_policy: bool) -> LossFn:
     def loss_fn(
         outputs: Outputs, rows: DataProto, scale: LossScale
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        mask = rows.batch["response_mask"]  # (B, R)
+        tensors = tensors_of(rows)
+        mask = tensors["response_mask"]  # (B, R)
         log_prob = outputs["log_probs"]
-        old_log_prob = log_prob.detach() if on_policy else rows.batch["old_log_probs"]
+        old_log_prob = log_prob.detach() if on_policy else tensors["old_log_probs"]
         loss, metrics = policy_loss_fn(
-            old_log_prob, log_prob, rows.batch["advantages"], mask, config.loss_agg_mode, config,
+            old_log_prob, log_prob, tensors["advantages"], mask, config.loss_agg_mode, config,
             scale=scale,
         )  # fmt: skip
         metrics = {**metrics, "actor/pg_loss": loss.detach()}
@@ -36,7 +37,7 @@ def policy_loss(config: ActorConfig, on_policy: bool) -> LossFn:
             metrics["actor/entropy_loss"] = entropy.detach()
             loss = loss - config.entropy_coeff * entropy
         if config.use_kl_loss:
-            distance = kl_penalty(log_prob, rows.batch["ref_log_prob"], config.kl_loss_type)
+            distance = kl_penalty(log_prob, tensors["ref_log_prob"], config.kl_loss_type)
             kl_loss = scale.aggregate(
                 distance, mask, config.loss_agg_mode, config.loss_scale_factor
             )
@@ -53,9 +54,10 @@ def value_loss(config: CriticConfig) -> LossFn:
     def loss_fn(
         outputs: Outputs, rows: DataProto, scale: LossScale
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        mask = rows.batch["response_mask"]
+        tensors = tensors_of(rows)
+        mask = tensors["response_mask"]
         loss, clipfrac = compute_value_loss(
-            outputs["values"], rows.batch["returns"], rows.batch["values"], mask,
+            outputs["values"], tensors["returns"], tensors["values"], mask,
             config.cliprange_value, config.loss_agg_mode, scale=scale,
         )  # fmt: skip
         metrics = {

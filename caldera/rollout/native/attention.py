@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from caldera.models.attention import PADDING_WASTE, PackedSequences
+from caldera.models.attention import PADDING_WASTE, PackedSequences, flash_kernel
 from caldera.rollout.native.blocks import PAGE_SIZE, IntArray
 from caldera.rollout.native.cache import KVCache
 
@@ -169,13 +169,11 @@ class _PackedKeys:
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
         key, value = (
             pages.view(-1, *pages.shape[2:]).index_select(0, self._slots)
             for pages in (keys, values)
         )
-        out = varlen_attn(
+        out = flash_kernel()(
             query.contiguous(),
             key,
             value,
@@ -185,7 +183,6 @@ class _PackedKeys:
             self._longest,
             scale=scale,
             window_size=(-1, 0) if window is None else (window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
         )
         assert isinstance(out, Tensor)
         return out

@@ -38,6 +38,7 @@ from caldera.data import (
     log_seqlen_unbalance,
     object_array,
 )
+from caldera.engine import tensors_of
 from caldera.protocol import DataProto
 from caldera.reward import RewardManager, compute_reward
 from caldera.single_controller import LocalWorkerGroup, ResourcePoolManager, Role, Worker
@@ -119,10 +120,12 @@ class RayPPOTrainer:
         self._load_checkpoint()
         run_dir = self.checkpoints.root
         write_text_atomic(run_dir / "config.yaml", [config_to_yaml(self.config)])
-        with Tracking(
+        tracked = Tracking(
             trainer.project_name, trainer.experiment_name, trainer.logger,
             config_to_dict(self.config), run_dir, self.global_steps,
-        ) as tracking, TrainingProgress(self.total_steps, self.global_steps) as progress:  # fmt: skip
+        )  # fmt: skip
+        shown = TrainingProgress(self.total_steps, self.global_steps)
+        with tracked as tracking, shown as progress:
             if trainer.val_only or (trainer.val_before_train and self.global_steps == 0):
                 tracking.log(self._validate(progress), self.global_steps)
             if trainer.val_only:
@@ -177,7 +180,7 @@ class RayPPOTrainer:
         prompts, batch = stamp_rows(rows, rollout.n, rollout.seed, place, self._meta)
         with marked_timer("gen", timing):
             batch = batch.union(self.actor_rollout_wg.generate_sequences(prompts))
-        lengths = batch.batch["attention_mask"].sum(-1).tolist()
+        lengths = tensors_of(batch)["attention_mask"].sum(-1).tolist()
         batch.meta_info["global_token_num"] = lengths
         ranks = self.actor_rollout_wg.world_size
         if self.config.trainer.balance_batch and ranks > 1:  # one rank has nobody to share with
@@ -190,21 +193,22 @@ class RayPPOTrainer:
         """Adds token_level_scores, and what else the scorer said of each sample."""
         with marked_timer("reward", timing):
             scores, extras = compute_reward(batch, self.reward_fn)
-        batch.batch["token_level_scores"] = scores  # (B, R)
+        tensors_of(batch)["token_level_scores"] = scores  # (B, R)
         for key, values in extras.items():
             batch.non_tensor_batch[key] = object_array(values)
         self._dump(batch, list(extras))
 
     def _evaluate(self, batch: DataProto, metrics: Metrics, timing: dict[str, float]) -> None:
         """Adds old_log_probs, and, where they are used, ref_log_prob and values."""
-        mask = batch.batch["response_mask"]
+        tensors = tensors_of(batch)
+        mask = tensors["response_mask"]
         with marked_timer("old_log_prob", timing):
             outputs = self.actor_rollout_wg.compute_log_prob(batch)
         mode = self.config.actor_rollout_ref.actor.loss_agg_mode
         metrics["actor/entropy"] = agg_loss(outputs.batch["entropys"], mask, mode).item()
-        old_log_probs = batch.batch["old_log_probs"] = outputs.batch["old_log_probs"]
-        if "rollout_log_probs" in batch.batch.keys():  # noqa: SIM118 (a TensorDict)
-            sampled = batch.batch["rollout_log_probs"]
+        old_log_probs = tensors["old_log_probs"] = outputs.batch["old_log_probs"]
+        if "rollout_log_probs" in tensors.keys():  # noqa: SIM118 (a TensorDict)
+            sampled = tensors["rollout_log_probs"]
             metrics |= compute_rollout_diff_metrics(sampled, old_log_probs, mask)
         if self.use_reference:
             with marked_timer("ref", timing):
@@ -217,7 +221,7 @@ class RayPPOTrainer:
         self, batch: DataProto, metrics: Metrics, timing: dict[str, float]
     ) -> None:
         """Adds token_level_rewards, advantages and returns."""
-        algorithm, tensors = self.config.algorithm, batch.batch
+        algorithm, tensors = self.config.algorithm, tensors_of(batch)
         with marked_timer("adv", timing):
             rewards = tensors["token_level_scores"]
             if algorithm.use_kl_in_reward:
@@ -279,7 +283,7 @@ class RayPPOTrainer:
                 decode_prompts(batch, self.tokenizer),
                 decode_responses(batch, self.tokenizer),
                 ground_truths(batch),
-                batch.batch["token_level_scores"].sum(-1).tolist(),
+                tensors_of(batch)["token_level_scores"].sum(-1).tolist(),
                 {key: list(columns[key]) for key in [*extra_keys, "uid"]},
             )
 

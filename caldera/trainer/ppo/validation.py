@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from caldera.config import PPOTrainerConfig
 from caldera.data import FixedLoader
+from caldera.engine import tensors_of
 from caldera.protocol import DataProto
 from caldera.reward import RewardManager, compute_reward
 from caldera.tracking import GenerationDump, select_val_generations
@@ -115,12 +116,12 @@ class Validator:
 
 def decode_prompts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The prompts as text, special tokens left out."""
-    return list(tokenizer.batch_decode(batch.batch["prompts"], skip_special_tokens=True))
+    return list(tokenizer.batch_decode(tensors_of(batch)["prompts"], skip_special_tokens=True))
 
 
 def decode_responses(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The responses as text, special tokens left out."""
-    return list(tokenizer.batch_decode(batch.batch["responses"], skip_special_tokens=True))
+    return list(tokenizer.batch_decode(tensors_of(batch)["responses"], skip_special_tokens=True))
 
 
 def ground_truths(batch: DataProto) -> list[Any]:

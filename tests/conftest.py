@@ -1,0 +1,142 @@
+"""A task that a tiny model learns in seconds, and the entry point that trains on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+LARGEST = 4  # of the numbers that are added
+START_ACCURACY = 0.05  # answers that the warm-started model is certain of; it guesses more of them
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A warm-started model with its data, and training runs on them."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def train_file(self) -> Path:
+        return self.folder / "train.parquet"
+
+    @property
+    def test_file(self) -> Path:
+        return self.folder / "test.parquet"
+
+    def overrides(self, run_dir: Path, *more: str) -> list[str]:
+        """The arguments of a GRPO run; those in `more` win."""
+        return [
+            f"data.train_files={self.train_file}",
+            f"data.val_files={self.test_file}",
+            "data.train_batch_size=25",
+            "data.max_prompt_length=6",
+            "data.max_response_length=4",
+            f"actor_rollout_ref.model.path={self.model}",
+            "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=5",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=512",
+            "actor_rollout_ref.actor.optim.lr=5e-4",
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=512",
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=512",
+            "actor_rollout_ref.rollout.n=16",
+            "critic.model.enable_gradient_checkpointing=False",
+            "critic.ppo_micro_batch_size_per_gpu=512",
+            "algorithm.adv_estimator=grpo",
+            "trainer.device=cpu",
+            "trainer.logger=[file]",
+            "trainer.val_before_train=False",
+            f"trainer.default_local_dir={run_dir}",
+            *more,
+        ]
+
+    def start(self, arguments: list[str], **options: Any) -> subprocess.Popen[str]:
+        """The entry point in a process of its own."""
+        command = [sys.executable, "-m", "caldera.trainer.main_ppo", *arguments]
+        return subprocess.Popen(command, env=self.environment, text=True, **options)
+
+    def run(self, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+        """The entry point in a process of its own, to its end."""
+        with self.start(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            output, errors = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+    def train(self, run_dir: Path, *more: str) -> list[dict[str, Any]]:
+        """A run that must succeed; returns its metrics."""
+        done = self.run(self.overrides(run_dir, *more))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return self.metrics(run_dir)
+
+    def metrics(self, run_dir: Path) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl, each with its step among the metrics."""
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        return [{"step": row["step"], **row["data"]} for row in rows]
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """Sums of two small numbers: there are 25, all of them to train on and to validate with."""
+    from caldera.demo.arithmetic import build_tokenizer, write_parquet
+
+    folder = tmp_path_factory.mktemp("lab")
+    numbers = range(LARGEST + 1)
+    problems = [(f"{a}+{b}", str(a + b)) for a in numbers for b in numbers]
+    random.Random(0).shuffle(problems)
+    write_parquet(problems, "train", folder / "train.parquet")
+    write_parquet(problems, "test", folder / "test.parquet")
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    _save_warm_started_model(tokenizer, problems, folder / "model")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "CALDERA_"))}
+    environment |= {
+        "CALDERA_CACHE": str(folder / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    return Lab(folder, environment)
+
+
+def _save_warm_started_model(tokenizer: Any, problems: list[tuple[str, str]], folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from caldera.demo.warm_start import warm_start
+    from caldera.models.attention import ATTENTION
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    repeated = problems * 10  # a batch of the warm start is larger than the task
+    reached = warm_start(
+        model, tokenizer, repeated, problems, START_ACCURACY, 300, lambda step, accuracy: None
+    )
+    assert reached >= START_ACCURACY
+    model.save_pretrained(folder)

@@ -1,0 +1,119 @@
+"""Which values a key takes, and that every key says what it does."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from caldera.config import PPOTrainerConfig
+from caldera.config.fields import walk
+from caldera.errors import ConfigError, UnsupportedError
+
+Load = Callable[..., PPOTrainerConfig]
+
+
+def config_classes(config: Any) -> Iterator[type]:
+    yield type(config)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from config_classes(value)
+
+
+def documented(source: str) -> dict[str, set[str]]:
+    """Fields with a docstring under them, by class."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = {
+                field.target.id
+                for field, after in zip(node.body, node.body[1:], strict=False)
+                if isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+                and isinstance(after.value.value, str)
+            }
+    return found
+
+
+def test_every_key_that_is_honoured_is_explained() -> None:
+    classes = {cls for config in config_classes(PPOTrainerConfig()) for cls in config.__mro__[:-1]}
+    assert len(classes) > 20
+    silent = []
+    for cls in classes:
+        explained = documented(inspect.getsource(inspect.getmodule(cls)))[cls.__name__]
+        own = [f for f in dataclasses.fields(cls) if f.name in inspect.get_annotations(cls)]
+        for field in own:
+            group = dataclasses.is_dataclass(field.default_factory) or (
+                field.default_factory is not dataclasses.MISSING
+                and dataclasses.is_dataclass(field.default_factory())
+            )
+            if not group and "refused" not in field.metadata and field.name not in explained:
+                silent.append(f"{cls.__name__}.{field.name}")
+    assert silent == []
+
+
+def test_every_refusal_gives_a_reason() -> None:
+    reasons = [
+        f.metadata["refused"] for _, f, _ in walk(PPOTrainerConfig()) if "refused" in f.metadata
+    ]
+    assert len(reasons) > 20
+    assert all(reasons)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.truncation=up", "data.truncation='up': takes one of error, left, right, middle"),
+        (
+            "critic.loss_agg_mode=mean",
+            "critic.loss_agg_mode='mean': takes one of token-mean, token-sum, "
+            "seq-mean-token-sum, seq-mean-token-sum-norm, seq-mean-token-mean",
+        ),
+        (
+            "actor_rollout_ref.ref.strategy=ddp",
+            "actor_rollout_ref.ref.strategy='ddp': takes one of local, fsdp, fsdp2, megatron",
+        ),
+        ("trainer.device=tpu", "trainer.device='tpu': takes one of cuda, cpu"),
+        ("actor_rollout_ref.rollout.n=0", "actor_rollout_ref.rollout.n=0: must be at least 1"),
+        ("algorithm.gamma=1.5", "algorithm.gamma=1.5: must be at most 1"),
+        ("algorithm.lam=-0.5", "algorithm.lam=-0.5: must be at least 0"),
+    ],
+)
+def test_values_that_a_key_does_not_take(load: Load, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(override)
+    assert str(raised.value) == message
+
+
+def test_bounds_are_included(load: Load) -> None:
+    algorithm = load("algorithm.gamma=0", "algorithm.lam=1").algorithm
+    assert (algorithm.gamma, algorithm.lam) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("actor_rollout_ref.model.use_remove_padding=False", "always packed without padding"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "FSDP engine is not part"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size=8", "use ppo_micro_batch_size_per_gpu"),
+        ("trainer.nnodes=2", "several nodes are not part"),
+        ("do_search=true", "search agent is not part"),
+    ],
+)
+def test_a_refused_key_says_why(load: Load, override: str, reason: str) -> None:
+    key = override.partition("=")[0]
+    with pytest.raises(UnsupportedError) as raised:
+        load(override)
+    assert str(raised.value).startswith(f"{key}=")
+    assert reason in str(raised.value)
+
+
+def test_a_refused_key_takes_its_default(load: Load) -> None:
+    load("actor_rollout_ref.model.use_remove_padding=True", "trainer.nnodes=1", "do_search=false")

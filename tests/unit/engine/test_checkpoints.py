@@ -1,0 +1,130 @@
+"""What an engine saves, and that it goes on from there as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from caldera.config import OptimizerConfig
+from caldera.core_algos import LossScale
+from caldera.engine import ForwardPlan, LocalEngine, Outputs
+from caldera.errors import CheckpointError
+from caldera.protocol import DataProto
+
+Make = Callable[..., LocalEngine]
+PLAN = ForwardPlan(("log_probs",), 2, None)
+ALL = ["model", "optimizer", "extra"]
+ADAMW = OptimizerConfig(lr=0.01, lr_scheduler_type="cosine", total_training_steps=8)
+
+
+def noisy_loss(
+    outputs: Outputs, rows: DataProto, scale: LossScale
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Draws from each random generator, so that a lost state shows."""
+    noise = torch.rand(()) + random.random() + np.random.rand()
+    mask = rows.batch["response_mask"]
+    return scale.aggregate(noise * outputs["log_probs"], mask, "token-mean"), {}
+
+
+def train(engine: LocalEngine, batch: DataProto, steps: int) -> list[float]:
+    rates = []
+    for _ in range(steps):
+        engine.train(batch, noisy_loss, PLAN)
+        rates.append(engine.step_schedule())
+    return rates
+
+
+def bits(engine: LocalEngine) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_going_on_is_bit_identical(
+    make_engine: Make,
+    tiny_model: Callable[..., PreTrainedModel],
+    batch: DataProto,
+    tmp_path: Path,
+    family: str,
+) -> None:
+    straight = make_engine(family, optim=ADAMW, grad_clip=1.0)
+    train(straight, batch, 2)
+    straight.save(tmp_path / "here", ALL)
+    rates = train(straight, batch, 3)
+
+    resumed = make_engine(tiny_model(family, seed=9), optim=ADAMW, grad_clip=1.0)
+    resumed.load(tmp_path / "here", ALL)
+    assert resumed.version == 2
+    assert train(resumed, batch, 3) == rates
+    assert resumed.version == straight.version == 5
+    expected = bits(straight)
+    for name, tensor in bits(resumed).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_files_of_a_checkpoint(make_engine: Make, tmp_path: Path) -> None:
+    engine = make_engine(optim=ADAMW)
+    engine.save(tmp_path, ALL)
+    names = {path.name for path in tmp_path.iterdir()}
+    shards = {f"{part}_world_size_1_rank_0.pt" for part in ("model", "optim", "extra_state")}
+    assert names == {*shards, "fsdp_config.json"}
+    layout = json.loads((tmp_path / "fsdp_config.json").read_text())
+    assert layout == {"FSDP_version": 1, "world_size": 1}
+
+
+def test_contents_may_be_chosen(make_engine: Make, batch: DataProto, tmp_path: Path) -> None:
+    engine = make_engine(optim=ADAMW)
+    train(engine, batch, 1)
+    engine.save(tmp_path, ["model"])
+    assert {path.name for path in tmp_path.glob("*.pt")} == {"model_world_size_1_rank_0.pt"}
+    other = make_engine(optim=ADAMW)
+    other.load(tmp_path, ["model"])
+    assert other.version == 0
+    expected = bits(engine)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in bits(other).items())
+
+
+def test_the_rate_comes_back_without_the_optimiser(
+    make_engine: Make, batch: DataProto, tmp_path: Path
+) -> None:
+    optim = OptimizerConfig(optimizer="SGD", lr=2.0, lr_warmup_steps=4)
+    engine = make_engine(optim=optim)
+    train(engine, batch, 3)
+    engine.save(tmp_path, ["model", "extra"])
+    resumed = make_engine(optim=optim)
+    resumed.load(tmp_path, ["model", "extra"])
+    before = bits(resumed)
+    assert train(resumed, batch, 1) == [1.5]
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in bits(resumed).items())
+
+
+def test_a_hugging_face_folder(make_engine: Make, batch: DataProto, tmp_path: Path) -> None:
+    engine = make_engine("qwen2", optim=ADAMW)
+    train(engine, batch, 1)
+    engine.save(tmp_path, ["hf_model"])
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface").state_dict()
+    expected = engine.module.state_dict()
+    assert again.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.items())
+
+
+@pytest.mark.parametrize("part", ["model", "optim", "extra_state"])
+def test_a_missing_file(make_engine: Make, tmp_path: Path, part: str) -> None:
+    engine = make_engine(optim=ADAMW)
+    engine.save(tmp_path, ALL)
+    (tmp_path / f"{part}_world_size_1_rank_0.pt").unlink()
+    with pytest.raises(CheckpointError, match=rf"{part}_world_size_1_rank_0\.pt is missing"):
+        engine.load(tmp_path, ALL)
+
+
+def test_a_checkpoint_of_another_model(make_engine: Make, tmp_path: Path) -> None:
+    make_engine("qwen2").save(tmp_path, ALL)
+    with pytest.raises(CheckpointError, match=r"model_world_size_1_rank_0\.pt does not fit: "):
+        make_engine("llama").load(tmp_path, ALL)

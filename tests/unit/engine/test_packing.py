@@ -1,0 +1,48 @@
+"""Padded rows to packed tokens and back, by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from caldera.engine.packing import pack_rows
+from caldera.protocol import DataProto
+
+CPU = torch.device("cpu")
+
+
+def rows() -> DataProto:
+    """P = 3, R = 3. Row 0: `1 2 | 3 4`; row 1: `5 | 6 [7] 8` with a tool token; row 2: `9 |`."""
+    return DataProto.from_dict(
+        {
+            "input_ids": torch.tensor([[0, 1, 2, 3, 4, 0], [0, 0, 5, 6, 7, 8], [0, 0, 9, 0, 0, 0]]),
+            "attention_mask": torch.tensor(
+                [[0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0]]
+            ),
+            "response_mask": torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0]]),
+        }
+    )
+
+
+def test_padding_is_gone() -> None:
+    packed = pack_rows(rows(), CPU)
+    assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    assert packed.sequences.lengths == [4, 4, 1]
+    assert packed.sequences.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0]]
+
+
+def test_every_answer_token_is_predicted_from_the_one_before() -> None:
+    packed = pack_rows(rows(), CPU)
+    assert packed.labels.tolist() == [3, 4, 6, 8]
+    assert packed.predictors.tolist() == [1, 2, 4, 6]  # the tokens 2, 3, 5 and 7
+    assert packed.cells.tolist() == [0, 1, 3, 5]
+    assert packed.shape == (3, 3)
+
+
+def test_unpacking_puts_zeros_elsewhere() -> None:
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64, requires_grad=True)
+    matrix = pack_rows(rows(), CPU).unpack(values)
+    assert matrix.tolist() == [[1, 2, 0], [3, 0, 4], [0, 0, 0]]
+    assert matrix.dtype == torch.float64
+    (matrix * torch.arange(9).view(3, 3)).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [0, 1, 3, 5]

@@ -1,0 +1,189 @@
+"""Checkpoint folders: whole or not at all, found again, pruned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from caldera.config import TrainerConfig
+from caldera.errors import CheckpointError
+from caldera.trainer.checkpoint import TRACKER, CheckpointFolder, step_of
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., CheckpointFolder]:
+    def folder(**keys: object) -> CheckpointFolder:
+        config = TrainerConfig(default_local_dir=str(tmp_path / "run"), **keys)  # type: ignore[arg-type]
+        return CheckpointFolder(config)
+
+    return folder
+
+
+Make = Callable[..., CheckpointFolder]
+
+
+def write(
+    text: str = "weights", roles: tuple[str, ...] = ("actor", "critic")
+) -> Callable[[Path], None]:
+    def into(folder: Path) -> None:
+        for role in roles:
+            (folder / role).mkdir()
+            (folder / role / "model.pt").write_text(text)
+        (folder / "data.pt").write_text(text)
+
+    return into
+
+
+def fail(folder: Path) -> None:
+    (folder / "actor").mkdir()
+    (folder / "actor" / "model.pt").write_text("half of it")
+    raise OSError("the disk is full")
+
+
+def names(checkpoints: CheckpointFolder) -> list[str]:
+    return sorted(path.name for path in checkpoints.root.iterdir())
+
+
+def test_a_checkpoint_is_written_and_found(make: Make) -> None:
+    checkpoints = make()
+    assert checkpoints.to_resume() is None
+    checkpoints.save(3, write())
+    assert names(checkpoints) == ["global_step_3", TRACKER]
+    assert (checkpoints.root / TRACKER).read_text().strip() == "3"
+    found = make().to_resume()
+    assert found == checkpoints.root / "global_step_3"
+    assert step_of(found) == 3
+    assert (found / "actor" / "model.pt").read_text() == "weights"
+
+
+def test_the_newest_is_found_by_number(make: Make) -> None:
+    checkpoints = make()
+    for step in (9, 10):
+        checkpoints.save(step, write())
+    found = checkpoints.to_resume()
+    assert found is not None
+    assert step_of(found) == 10
+
+
+def test_a_failing_write_leaves_no_checkpoint(make: Make) -> None:
+    checkpoints = make()
+    with pytest.raises(OSError, match="the disk is full"):
+        checkpoints.save(1, fail)
+    assert not (checkpoints.root / "global_step_1").exists()
+    assert checkpoints.to_resume() is None
+
+
+def test_a_failing_write_leaves_the_last_checkpoint(make: Make) -> None:
+    checkpoints = make()
+    checkpoints.save(1, write("first"))
+    with pytest.raises(OSError, match="the disk is full"):
+        checkpoints.save(2, fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        checkpoints.save(1, fail)
+    assert (checkpoints.root / TRACKER).read_text().strip() == "1"
+    found = checkpoints.to_resume()
+    assert found == checkpoints.root / "global_step_1"
+    assert (found / "actor" / "model.pt").read_text() == "first"
+    assert not (checkpoints.root / "global_step_2").exists()
+    checkpoints.save(2, write("second"))  # what the failed one left behind is not in the way
+    assert names(checkpoints)[-3:] == ["global_step_1", "global_step_2", TRACKER]
+    assert (checkpoints.root / "global_step_2" / "actor" / "model.pt").read_text() == "second"
+
+
+def test_a_step_may_be_saved_again(make: Make) -> None:
+    checkpoints = make()
+    checkpoints.save(1, write("old", roles=("actor", "critic")))
+    checkpoints.save(1, write("new", roles=("actor",)))
+    assert names(checkpoints) == ["global_step_1", TRACKER]
+    folder = checkpoints.root / "global_step_1"
+    assert (folder / "actor" / "model.pt").read_text() == "new"
+    assert not (folder / "critic").exists()
+
+
+def test_all_are_kept_unless_told_otherwise(make: Make) -> None:
+    checkpoints = make()
+    for step in (1, 2, 3):
+        checkpoints.save(step, write())
+    assert names(checkpoints) == ["global_step_1", "global_step_2", "global_step_3", TRACKER]
+
+
+def test_older_ones_are_pruned(make: Make) -> None:
+    checkpoints = make(max_actor_ckpt_to_keep=2, max_critic_ckpt_to_keep=2)
+    for step in (8, 9, 10, 11):
+        checkpoints.save(step, write())
+    assert names(checkpoints) == ["global_step_10", "global_step_11", TRACKER]
+
+
+def test_roles_are_pruned_on_their_own(make: Make) -> None:
+    checkpoints = make(max_actor_ckpt_to_keep=1, max_critic_ckpt_to_keep=2)
+    for step in (1, 2, 3):
+        checkpoints.save(step, write())
+    assert names(checkpoints) == ["global_step_2", "global_step_3", TRACKER]
+    assert sorted(p.name for p in (checkpoints.root / "global_step_2").iterdir()) == [
+        "critic",
+        "data.pt",
+    ]
+
+
+def test_a_run_without_critic_is_pruned(make: Make) -> None:
+    checkpoints = make(max_actor_ckpt_to_keep=1)
+    for step in (1, 2):
+        checkpoints.save(step, write(roles=("actor",)))
+    assert names(checkpoints) == ["global_step_2", TRACKER]
+
+
+def test_other_files_of_the_run_stay(make: Make) -> None:
+    checkpoints = make(max_actor_ckpt_to_keep=1, max_critic_ckpt_to_keep=1)
+    checkpoints.save(1, write())
+    (checkpoints.root / "metrics.jsonl").write_text("{}")
+    (checkpoints.root / "my_global_step_0").mkdir()
+    checkpoints.save(2, write())
+    assert names(checkpoints) == ["global_step_2", TRACKER, "metrics.jsonl", "my_global_step_0"]
+
+
+def test_resuming_can_be_disabled(make: Make) -> None:
+    make().save(1, write())
+    assert make(resume_mode="disable").to_resume() is None
+
+
+def test_resuming_from_a_path(make: Make, tmp_path: Path) -> None:
+    checkpoints = make()
+    for step in (1, 2):
+        checkpoints.save(step, write())
+    first = checkpoints.root / "global_step_1"
+    chosen = make(resume_mode="resume_path", resume_from_path=str(first))
+    assert chosen.to_resume() == first
+    elsewhere = tmp_path / "copied" / "global_step_7"
+    elsewhere.mkdir(parents=True)
+    assert make(resume_mode="resume_path", resume_from_path=str(elsewhere)).to_resume() == elsewhere
+
+
+def test_a_path_in_the_home_folder(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "global_step_4").mkdir()
+    chosen = make(resume_mode="resume_path", resume_from_path="~/global_step_4")
+    assert chosen.to_resume() == tmp_path / "global_step_4"
+
+
+@pytest.mark.parametrize("name", ["global_step_5", "actor"])
+def test_a_path_that_is_no_checkpoint(make: Make, tmp_path: Path, name: str) -> None:
+    (tmp_path / "actor").mkdir()
+    path = tmp_path / name
+    message = rf"^trainer\.resume_from_path='{path}' is not an existing folder named global_step_N$"
+    with pytest.raises(CheckpointError, match=message):
+        make(resume_mode="resume_path", resume_from_path=str(path)).to_resume()
+
+
+@pytest.mark.parametrize("text", ["7", "seven", ""])
+def test_a_tracker_that_leads_nowhere(make: Make, text: str) -> None:
+    checkpoints = make()
+    checkpoints.save(1, write())
+    (checkpoints.root / TRACKER).write_text(text)
+    with pytest.raises(CheckpointError) as raised:
+        checkpoints.to_resume()
+    assert f"says {text!r}, but there is no folder" in str(raised.value)
+    assert "trainer.resume_mode=disable starts anew" in str(raised.value)

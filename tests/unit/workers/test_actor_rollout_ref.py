@@ -1,0 +1,290 @@
+"""The policy's worker, called through its group as the trainer does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from caldera.protocol import DataProto
+from caldera.rollout import HFRollout, NativeRollout
+from caldera.single_controller import LocalWorkerGroup
+
+Policy = Callable[..., LocalWorkerGroup]
+Advantages = Callable[[DataProto], DataProto]
+REF = "actor_rollout_ref"
+LORA = (f"{REF}.model.lora_rank=4", f"{REF}.model.lora_alpha=8")
+
+
+def worker_of(group: LocalWorkerGroup) -> Any:
+    return group.workers[0]
+
+
+def weights(group: LocalWorkerGroup) -> dict[str, Tensor]:
+    module = worker_of(group).actor.module
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def answers(group: LocalWorkerGroup, prompts: DataProto) -> DataProto:
+    """What the trainer has before an update: answers and their log-probs."""
+    batch = group.generate_sequences(copy.deepcopy(prompts))
+    assert isinstance(batch, DataProto)
+    return batch.union(group.compute_log_prob(batch))
+
+
+def disagreement(batch: DataProto) -> float:
+    """Largest difference of log-probs between the sampler and the engine."""
+    assert batch.batch is not None
+    assert batch.batch["rollout_log_probs"].min() < -0.5
+    return (batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"]).abs().max().item()
+
+
+def test_a_batch_of_answers(policy: Policy, prompts: DataProto) -> None:
+    batch = answers(policy(), prompts)
+    tensors = batch.batch
+    assert tensors is not None
+    assert tensors["responses"].shape == (6, 8)
+    assert tensors["input_ids"].shape == (6, 12)
+    assert tensors["entropys"].shape == (6, 8)
+    mask = tensors["response_mask"]
+    for row, kept in zip(tensors["responses"], mask, strict=True):
+        length = int(kept.sum())
+        tokens = row[:length].tolist()
+        assert 1 <= length <= 8
+        assert 2 not in tokens[:-1]
+        assert tokens[-1] == 2 or length == 8
+        assert row[length:].tolist() == [0] * (8 - length)
+    for name in ("old_log_probs", "entropys", "rollout_log_probs"):
+        assert (tensors[name][mask == 0] == 0).all()
+    assert (tensors["entropys"][mask == 1] > 0).all()
+
+
+@pytest.mark.parametrize("sampler", ["native", "hf"])
+def test_sampler_and_engine_agree(policy: Policy, prompts: DataProto, sampler: str) -> None:
+    group = policy(f"{REF}.rollout.name={sampler}")
+    kinds = {"native": NativeRollout, "hf": HFRollout}
+    assert type(worker_of(group).rollout) is kinds[sampler]
+    assert disagreement(answers(group, prompts)) < 1e-4
+
+
+def test_answers_are_a_function_of_their_seeds(policy: Policy, prompts: DataProto) -> None:
+    group = policy()
+    first, second = answers(group, prompts), answers(group, prompts)
+    assert torch.equal(first.batch["responses"], second.batch["responses"])
+    prompts.non_tensor_batch["sample_seed"] += 100
+    assert not torch.equal(first.batch["responses"], answers(group, prompts).batch["responses"])
+
+
+def test_an_update_changes_the_weights(
+    policy: Policy, prompts: DataProto, advantages: Advantages
+) -> None:
+    group = policy()
+    before = weights(group)
+    batch = advantages(answers(group, prompts))
+    metrics = group.update_actor(batch).meta_info["metrics"]
+    assert worker_of(group).actor.version == 1
+    after = weights(group)
+    assert all(not torch.equal(after[name], before[name]) for name in before)
+    assert metrics["actor/lr"] == [0.02]
+    assert metrics["actor/grad_norm"][0] > 0
+    # One mini-batch in one epoch is on policy: the ratio is exactly 1.
+    assert metrics["actor/ppo_kl"] == metrics["actor/pg_clipfrac"] == [0.0]
+    assert "actor/entropy_loss" not in metrics
+    assert "actor/kl_loss" not in metrics
+
+
+def test_an_update_makes_good_answers_likelier(
+    policy: Policy, prompts: DataProto, advantages: Advantages
+) -> None:
+    group = policy()
+    batch = advantages(answers(group, prompts))
+    group.update_actor(batch)
+    change = group.compute_log_prob(batch).batch["old_log_probs"] - batch.batch["old_log_probs"]
+    assert (change * batch.batch["advantages"]).sum() > 0
+
+
+def test_answers_after_an_update_come_from_the_new_weights(
+    policy: Policy, prompts: DataProto, advantages: Advantages
+) -> None:
+    group = policy()
+    worker = worker_of(group)
+    assert worker.rollout.module is worker.actor.module, "nothing is copied"
+    old = advantages(answers(group, prompts))
+    group.update_actor(old)
+    new = answers(group, prompts)
+    assert disagreement(new) < 1e-4
+    assert worker.rollout.version == 1
+    assert not torch.equal(new.batch["rollout_log_probs"], old.batch["rollout_log_probs"])
+
+
+def test_mini_batches_epochs_and_a_seeded_order(
+    policy: Policy, prompts: DataProto, advantages: Advantages
+) -> None:
+    overrides = (f"{REF}.actor.ppo_mini_batch_size=1", f"{REF}.actor.ppo_epochs=2")
+    runs = []
+    for shuffle in ("False", "True", "True"):
+        group = policy(*overrides, f"{REF}.actor.shuffle={shuffle}")
+        metrics = group.update_actor(advantages(answers(group, prompts))).meta_info["metrics"]
+        assert worker_of(group).actor.version == 6  # three mini-batches of 1 prompt x 2 answers
+        assert metrics["actor/ppo_kl"] != [0.0]
+        runs.append(weights(group))
+    assert all(torch.equal(runs[1][name], runs[2][name]) for name in runs[0])
+    assert not all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_micro_batches_by_tokens(
+    policy: Policy, prompts: DataProto, advantages: Advantages
+) -> None:
+    results = []
+    for overrides in (
+        (),
+        (f"{REF}.actor.use_dynamic_bsz=True", f"{REF}.actor.ppo_max_token_len_per_gpu=14"),
+    ):
+        group = policy(*overrides)
+        batch = advantages(answers(group, prompts))
+        loss = group.update_actor(batch).meta_info["metrics"]["actor/pg_loss"][0]
+        results.append((batch.batch["old_log_probs"], loss))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-5)
+    assert results[0][1] == pytest.approx(results[1][1], abs=1e-5)
+
+
+def test_the_reference_stays(policy: Policy, prompts: DataProto, advantages: Advantages) -> None:
+    group = policy(f"{REF}.actor.use_kl_loss=True", f"{REF}.actor.entropy_coeff=0.01")
+    batch = advantages(answers(group, prompts))
+    reference = group.compute_ref_log_prob(batch)
+    torch.testing.assert_close(reference.batch["ref_log_prob"], batch.batch["old_log_probs"])
+    metrics = group.update_actor(batch.union(reference)).meta_info["metrics"]
+    assert metrics["actor/kl_loss"][0] == pytest.approx(0, abs=1e-6)
+    assert metrics["actor/kl_coef"] == [0.001]
+    assert metrics["actor/entropy_loss"][0] > 0
+    again = group.compute_ref_log_prob(batch)
+    assert torch.equal(again.batch["ref_log_prob"], reference.batch["ref_log_prob"])
+    assert group.update_actor(batch).meta_info["metrics"]["actor/kl_loss"][0] > 1e-3
+
+
+def test_a_role_without_reference_has_none(policy: Policy, prompts: DataProto) -> None:
+    group = policy(role="actor_rollout")
+    batch = answers(group, prompts)
+    with pytest.raises(AssertionError, match="no reference"):
+        group.compute_ref_log_prob(batch)
+
+
+def test_a_sampler_of_another_precision_is_refreshed(
+    policy: Policy, prompts: DataProto, advantages: Advantages
+) -> None:
+    group = policy(f"{REF}.rollout.dtype=bfloat16")
+    worker = worker_of(group)
+    sampler, actor = worker.rollout.module, worker.actor.module
+    assert sampler is not actor
+    assert (sampler.dtype, actor.dtype) == (torch.bfloat16, torch.float32)
+    for version in range(2):
+        batch = advantages(answers(group, prompts))
+        assert worker.rollout.version == version
+        for (name, one), two in zip(sampler.named_parameters(), actor.parameters(), strict=True):
+            assert torch.equal(one, two.bfloat16()), name
+        assert disagreement(batch) < 0.2
+        group.update_actor(batch)
+
+
+def test_weights_go_over_only_when_they_have_changed(policy: Policy, prompts: DataProto) -> None:
+    group = policy(f"{REF}.rollout.dtype=bfloat16")
+    answers(group, prompts)
+    module = worker_of(group).rollout.module
+    with torch.no_grad():
+        next(module.parameters()).zero_()
+    answers(group, prompts)
+    assert not next(module.parameters()).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter(policy: Policy, prompts: DataProto, advantages: Advantages, dtype: str) -> None:
+    """The sampler has it, merged or not; the reference is the actor without it."""
+    base = policy()
+    group = policy(*LORA, f"{REF}.rollout.dtype={dtype}")
+    worker = worker_of(group)
+    assert worker.reference is None
+    batch = advantages(answers(group, prompts))
+    for _ in range(3):
+        group.update_actor(batch)
+    new = answers(group, prompts)
+    assert disagreement(new) < (1e-4 if dtype == "float32" else 0.2)
+    reference = group.compute_ref_log_prob(new).batch["ref_log_prob"]
+    expected = base.compute_log_prob(new).batch["old_log_probs"]
+    torch.testing.assert_close(reference, expected, rtol=1e-5, atol=1e-5)
+    assert (new.batch["old_log_probs"] - expected).abs().max() > 0.1
+    unchanged = group.compute_log_prob(new).batch["old_log_probs"]
+    assert torch.equal(unchanged, new.batch["old_log_probs"]), "the adapter is back on"
+
+
+def test_offloading_on_a_cpu_changes_nothing(
+    policy: Policy, prompts: DataProto, advantages: Advantages
+) -> None:
+    memory = f"{REF}.actor.fsdp_config"
+    runs = []
+    for flag in ("False", "True"):
+        group = policy(
+            f"{memory}.param_offload={flag}",
+            f"{memory}.optimizer_offload={flag}",
+            f"{REF}.rollout.free_cache_engine={flag}",
+        )
+        for _ in range(2):
+            group.update_actor(advantages(answers(group, prompts)))
+        runs.append(weights(group))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_gradient_checkpointing_changes_nothing(
+    policy: Policy, prompts: DataProto, advantages: Advantages
+) -> None:
+    runs = []
+    for flag in ("False", "True"):
+        group = policy(f"{REF}.model.enable_gradient_checkpointing={flag}")
+        assert worker_of(group).actor.module.is_gradient_checkpointing == (flag == "True")
+        group.update_actor(advantages(answers(group, prompts)))
+        runs.append(weights(group))
+    for name, tensor in runs[0].items():
+        torch.testing.assert_close(runs[1][name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_checkpoint(
+    policy: Policy, prompts: DataProto, advantages: Advantages, tmp_path: Path
+) -> None:
+    contents = f"{REF}.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+    group = policy(contents)
+    batch = advantages(answers(group, prompts))
+    group.update_actor(batch)
+    group.save_checkpoint(tmp_path / "actor")
+    folder = tmp_path / "actor" / "huggingface"
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id == 2
+    saved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    trained = weights(group)
+    assert all(torch.equal(saved[name], trained[name]) for name in trained)
+    assert not (tmp_path / "actor" / "lora_adapter").exists()
+
+    resumed = policy(contents)
+    resumed.load_checkpoint(tmp_path / "actor")
+    assert disagreement(answers(resumed, prompts)) < 1e-4
+    for both in (group, resumed):
+        both.update_actor(batch)
+    after, again = weights(group), weights(resumed)
+    assert all(torch.equal(after[name], again[name]) for name in after)
+
+
+def test_a_checkpoint_with_an_adapter(
+    policy: Policy, prompts: DataProto, advantages: Advantages, tmp_path: Path
+) -> None:
+    group = policy(*LORA)
+    group.update_actor(advantages(answers(group, prompts)))
+    group.save_checkpoint(tmp_path)
+    assert (tmp_path / "lora_adapter" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "huggingface" / "config.json").is_file()
+    resumed = policy(*LORA)
+    resumed.load_checkpoint(tmp_path)
+    after, again = weights(group), weights(resumed)
+    assert all(torch.equal(after[name], again[name]) for name in after)
