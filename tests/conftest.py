@@ -15,7 +15,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 LARGEST = 4  # of the numbers that are added
-START_ACCURACY = 0.05  # answers that the warm-started model is certain of; it guesses more of them
+START_ACCURACY = 0.35  # sampled answers of the warm-started model that are right
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 def _save_warm_started_model(tokenizer: Any, problems: list[tuple[str, str]], folder: Path) -> None:
+    """Train on the answers until they are sampled with the probability START_ACCURACY."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    from caldera.demo.warm_start import warm_start
-    from caldera.models.attention import ATTENTION
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -131,12 +129,22 @@ def _save_warm_started_model(tokenizer: Any, problems: list[tuple[str, str]], fo
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
+    texts = [f"{tokenizer.bos_token}{q}={a}{tokenizer.eos_token}" for q, a in problems]
+    ids = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").input_ids
+    of_answer = (ids != tokenizer.pad_token_id)[:, 1:]  # (B, T - 1)
+    of_answer[:, : len("a+b=")] = False
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
-    repeated = problems * 10  # a batch of the warm start is larger than the task
-    reached = warm_start(
-        model, tokenizer, repeated, problems, START_ACCURACY, 300, lambda step, accuracy: None
-    )
-    assert reached >= START_ACCURACY
+        model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for _ in range(500):
+        log_probs = model(ids).logits[:, :-1].log_softmax(-1)  # (B, T - 1, V)
+        chosen = log_probs.gather(-1, ids[:, 1:, None]).squeeze(-1) * of_answer
+        if chosen.sum(-1).exp().mean() >= START_ACCURACY:
+            break
+        optimizer.zero_grad()
+        (-chosen.sum() / of_answer.sum()).backward()
+        optimizer.step()
+    else:
+        raise AssertionError(f"no warm start to an accuracy of {START_ACCURACY}")
     model.save_pretrained(folder)

@@ -55,5 +55,3 @@ class TrainerConfig:
     """Newest checkpoints whose actor is kept; null: all."""
     max_critic_ckpt_to_keep: int | None = option(None, minimum=1)
     """Newest checkpoints whose critic is kept; null: all."""
-    progress: bool = True
-    """Show a progress bar."""

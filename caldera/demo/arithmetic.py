@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,8 +23,8 @@ from caldera.models.attention import ATTENTION
 DATA_SOURCE = "caldera/arithmetic"
 Problem = tuple[str, str]
 """A question and the number that answers it."""
-LARGEST = 49
-HELD_OUT = 256
+LARGEST = 99
+HELD_OUT = 512
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -62,13 +62,14 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedMode
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    return cast(PreTrainedModel, model)
 
 
 def sums(seed: int) -> tuple[list[Problem], list[Problem]]:
-    """All sums of two numbers up to LARGEST, shuffled: (for training, held out)."""
+    """All sums of two two-digit numbers, shuffled: (for training, held out)."""
     numbers = range(LARGEST + 1)
-    problems = [(f"{a}+{b}", str(a + b)) for a in numbers for b in numbers]
+    problems = [(f"{a:02d}+{b:02d}", str(a + b)) for a in numbers for b in numbers]
     random.Random(seed).shuffle(problems)
     return problems[HELD_OUT:], problems[:HELD_OUT]
 

@@ -18,7 +18,7 @@ from caldera.tracking.console import print_line
 from caldera.trainer.main_ppo import run_ppo
 
 SEED = 1
-START_ACCURACY = 0.1
+START_ACCURACY = 0.33
 MAX_WARM_START_STEPS = 600
 
 
@@ -42,17 +42,19 @@ COMMON = (
 )
 
 TINY = (
-    "data.train_batch_size=128",
+    "data.train_batch_size=64",
     "data.max_prompt_length=8",
     "data.max_response_length=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=128",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2048",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=512",
     "actor_rollout_ref.actor.optim.lr=5e-4",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2048",
-    "actor_rollout_ref.rollout.n=16",
-    "actor_rollout_ref.rollout.max_num_seqs=2048",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=10",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=512",
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.rollout.max_num_seqs=512",
     "trainer.experiment_name=tiny",
-    "trainer.total_training_steps=120",
+    "trainer.total_training_steps=250",
     "trainer.test_freq=10",
 )
 
@@ -60,7 +62,7 @@ SMOLLM2 = (
     "data.train_batch_size=16",
     "data.max_prompt_length=32",
     "data.max_response_length=6",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
     "actor_rollout_ref.actor.optim.lr=1e-5",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64",
@@ -69,8 +71,8 @@ SMOLLM2 = (
     "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
     "actor_rollout_ref.rollout.val_kwargs.n=4",
     "trainer.experiment_name=smollm2",
-    "trainer.total_training_steps=60",
-    "trainer.test_freq=10",
+    "trainer.total_training_steps=20",
+    "trainer.test_freq=5",
 )
 
 # Two solved examples, as plain text, are what this small model follows best: it answers one
@@ -84,7 +86,7 @@ EXAMPLES_TEMPLATE = (
 LORA = (
     "actor_rollout_ref.model.lora_rank=16",
     "actor_rollout_ref.model.lora_alpha=32",
-    "actor_rollout_ref.actor.optim.lr=3e-4",
+    "actor_rollout_ref.actor.optim.lr=5e-4",
 )
 
 
@@ -95,10 +97,12 @@ def prepare_tiny(folder: Path) -> None:
     arithmetic.write_parquet(held_out, "test", folder / "test.parquet")
     tokenizer = arithmetic.build_tokenizer()
     model = arithmetic.build_model(tokenizer, SEED)
-    with TrainingProgress(MAX_WARM_START_STEPS, description="Warm start (at most)") as progress:
+    with TrainingProgress(
+        MAX_WARM_START_STEPS, description="Supervised start (at most)"
+    ) as progress:
         warm_start(
             model, tokenizer, train, held_out, START_ACCURACY, MAX_WARM_START_STEPS,
-            lambda step, accuracy: progress.update(step, certain_answers=accuracy),
+            lambda step, accuracy: progress.update(step, accuracy=accuracy),
         )  # fmt: skip
     model.save_pretrained(folder / "start")
     tokenizer.save_pretrained(folder / "start")

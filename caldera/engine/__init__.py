@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from caldera.engine.base import ENGINES, Engine, ForwardPlan, LossFn, OutputName, Outputs
 from caldera.engine.local import LocalEngine
-from caldera.engine.packing import tensors_of
 
 __all__ = [
     "ENGINES",
@@ -14,5 +13,4 @@ __all__ = [
     "LossFn",
     "OutputName",
     "Outputs",
-    "tensors_of",
 ]

@@ -19,12 +19,12 @@ from caldera.core_algos import LossScale
 from caldera.data import micro_batches_by_count, micro_batches_by_tokens
 from caldera.engine.base import ENGINES, Engine, ForwardPlan, LossFn, Outputs
 from caldera.engine.optim import build_optimizer, build_schedule
-from caldera.engine.packing import PackedRows, pack_rows, tensors_of
+from caldera.engine.packing import PackedRows, pack_rows
 from caldera.errors import CheckpointError
 from caldera.models.forward import hidden_states, language_head, value_scores
 from caldera.models.head import log_prob_and_entropy
 from caldera.models.loading import DTYPES, exported_weights, save_pretrained
-from caldera.protocol import DataProto
+from caldera.protocol import DataProto, tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ class LocalEngine(Engine):
         self._device = device
         self._memory = memory
         self._grad_clip = grad_clip
+        compute = DTYPES[memory.dtype or memory.model_dtype]
+        self._autocast_dtype = None if compute == DTYPES[memory.model_dtype] else compute
         self._optimizer = None
         if optim is None:
             module.requires_grad_(False)
@@ -152,6 +154,8 @@ class LocalEngine(Engine):
                 self.module, packed.input_ids, packed.sequences.position_ids, packed.sequences
             )  # (T, H)
         hidden = hidden.index_select(0, packed.predictors)  # (N, H)
+        if self._autocast_dtype is not None:  # the last norm has promoted its output
+            hidden = hidden.to(self._autocast_dtype)
         outputs: Outputs = {}
         if "values" in plan.outputs:
             with self._precision():
@@ -170,10 +174,9 @@ class LocalEngine(Engine):
         return outputs
 
     def _precision(self) -> AbstractContextManager[None]:
-        compute = DTYPES[self._memory.dtype or self._memory.model_dtype]
-        if compute == DTYPES[self._memory.model_dtype]:
+        if self._autocast_dtype is None:
             return nullcontext()
-        return torch.autocast(self._device.type, dtype=compute)
+        return torch.autocast(self._device.type, dtype=self._autocast_dtype)
 
 
 def _read(path: Path) -> Any:

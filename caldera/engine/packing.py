@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from caldera.models.attention import PackedSequences
-from caldera.protocol import DataProto
+from caldera.protocol import DataProto, tensors_of
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,6 @@ class PackedRows:
         rows, width = self.shape
         flat = torch.zeros(rows * width, dtype=values.dtype, device=values.device)
         return flat.index_copy(0, self.cells, values).view(rows, width)
-
-
-def tensors_of(rows: DataProto) -> TensorDict:
-    """The tensors of rows that must have some."""
-    assert rows.batch is not None, "rows for a model have tensors"
-    return rows.batch
 
 
 def pack_rows(rows: DataProto, device: torch.device) -> PackedRows:

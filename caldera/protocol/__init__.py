@@ -13,6 +13,7 @@ from caldera.protocol.functions import (
     collate_fn,
     fold_batch_dim,
     pad_dataproto_to_divisor,
+    tensors_of,
     unfold_batch_dim,
     unpad_dataproto,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "pad_dataproto_to_divisor",
     "serialize_single_tensor",
     "serialize_tensordict",
+    "tensors_of",
     "unfold_batch_dim",
     "union_numpy_dict",
     "union_tensor_dict",

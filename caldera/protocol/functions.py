@@ -18,6 +18,13 @@ from caldera.protocol.inputs import Column, common_leading_shape, entries, objec
 from caldera.protocol.rows import DataProtoItem
 
 
+def tensors_of(data: DataProto) -> TensorDict:
+    """The tensors of data that must have some."""
+    if data.batch is None:
+        raise ProtocolError("tensors_of: the data holds no tensors")
+    return data.batch
+
+
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
     """Append rows, cycling from the first, until `size_divisor` divides; also how many."""
     if size_divisor < 1:

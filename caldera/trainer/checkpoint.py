@@ -7,17 +7,21 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from caldera.config import TrainerConfig
-from caldera.errors import CheckpointError
+from caldera.errors import CheckpointError, ConfigError
 from caldera.tracking.dumps import write_text_atomic
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _STEP_FOLDER = re.compile(r"global_step_(\d+)$")
+
+T = TypeVar("T")
 
 
 class CheckpointFolder:
@@ -27,9 +31,18 @@ class CheckpointFolder:
         self._config = config
         self.root = Path(config.default_local_dir).expanduser()
 
+    def create(self) -> None:
+        """Make the run's folder."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.default_local_dir={str(self.root)!r}: no such folder can be made: {error}"
+            ) from error
+
     def save(self, step: int, write: Callable[[Path], None]) -> None:
         """Call `write` on a folder that becomes `global_step_{step}` once it is complete."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.create()
         partial = self.root / f".partial_global_step_{step}"
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while writing
         partial.mkdir()
@@ -43,7 +56,7 @@ class CheckpointFolder:
         partial.rename(final)
         write_text_atomic(self.root / TRACKER, [str(step)])
         shutil.rmtree(self.root / f".replaced_global_step_{step}", ignore_errors=True)
-        self._prune()
+        self._prune(step)
 
     def to_resume(self) -> Path | None:
         """The folder to go on from, by `trainer.resume_mode`."""
@@ -71,20 +84,21 @@ class CheckpointFolder:
             )
         return folder
 
-    def _prune(self) -> None:
-        """Remove roles of older checkpoints beyond the number to keep, then empty checkpoints."""
-        steps = sorted(
-            (int(match[1]), path)
-            for path in self.root.iterdir()
-            if (match := _STEP_FOLDER.match(path.name))
-        )
+    def _prune(self, newest: int) -> None:
+        """Remove roles of checkpoints beyond the number to keep, then empty checkpoints.
+
+        Checkpoints of later steps belong to a run that this one has gone back behind: they count
+        as older than the one just saved.
+        """
+        folders = [path for path in self.root.iterdir() if _STEP_FOLDER.match(path.name)]
+        folders.sort(key=lambda path: (step_of(path) <= newest, step_of(path)))
         for role, keep in (
             ("actor", self._config.max_actor_ckpt_to_keep),
             ("critic", self._config.max_critic_ckpt_to_keep),
         ):
-            for _, path in steps[: -keep if keep else 0]:
+            for path in folders[: -keep if keep else 0]:
                 shutil.rmtree(path / role, ignore_errors=True)
-        for _, path in steps:
+        for path in folders:
             if not (path / "actor").exists() and not (path / "critic").exists():
                 shutil.rmtree(path)
 
@@ -94,6 +108,16 @@ def step_of(folder: Path) -> int:
     match = _STEP_FOLDER.search(folder.name)
     assert match is not None, folder
     return int(match[1])
+
+
+def read_part(path: Path, read: Callable[[Path], T]) -> T:
+    """What `read` makes of one file of a checkpoint."""
+    try:
+        return read(path)
+    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read, the checkpoint is incomplete or damaged: {error}"
+        ) from error
 
 
 def _flush(folder: Path) -> None:

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from caldera.config import ActorConfig, CriticConfig
 from caldera.core_algos import LossScale, compute_value_loss, get_policy_loss_fn, kl_penalty
-from caldera.engine import LossFn, Outputs, tensors_of
-from caldera.protocol import DataProto
+from caldera.engine import LossFn, Outputs
+from caldera.protocol import DataProto, tensors_of
 
 
 def policy_loss(config: ActorConfig, on_policy: bool) -> LossFn:

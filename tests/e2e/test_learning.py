@@ -47,7 +47,7 @@ def test_accuracy_rises(lab: Lab, tmp_path: Path, algorithm: str) -> None:
     )
     before, after = _accuracies(rows)
     assert before < 0.5
-    assert after > 0.65  # 0.75 to 0.85 where this was written
+    assert after > 0.65  # over four seeds it was 0.73 to 0.86
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ def test_an_adapter_learns_and_its_base_stays(lab: Lab, tmp_path: Path) -> None:
         "trainer.save_freq=40",
     )
     before, after = _accuracies(rows)
-    assert after > before + 0.08  # 0.17 to 0.18 where this was written
+    assert after > before + 0.08  # over three seeds it was 0.165 to 0.18
     trained = _weights(tmp_path / "global_step_40/actor")
     start = _start_weights(lab)
     frozen = {name: value for name, value in trained.items() if ".lora_" not in name}
@@ -113,7 +113,7 @@ def test_micro_batches_by_tokens_change_nothing(lab: Lab, tmp_path: Path) -> Non
         compared = {name for name in one if not name.startswith(("timing_", "perf/"))}
         assert {"actor/pg_loss", "actor/kl_loss", "critic/vf_loss"} <= compared
         for name in compared:
-            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+            assert other[name] == pytest.approx(one[name], rel=0, abs=1e-5), name
 
 
 def _accuracies(rows: list[dict[str, Any]]) -> tuple[float, float]:

@@ -38,13 +38,12 @@ from caldera.data import (
     log_seqlen_unbalance,
     object_array,
 )
-from caldera.engine import tensors_of
-from caldera.protocol import DataProto
+from caldera.protocol import DataProto, tensors_of
 from caldera.reward import RewardManager, compute_reward
 from caldera.single_controller import LocalWorkerGroup, ResourcePoolManager, Role, Worker
 from caldera.tracking import GenerationDump, Tracking, TrainingProgress
 from caldera.tracking.dumps import write_text_atomic
-from caldera.trainer.checkpoint import CheckpointFolder, step_of
+from caldera.trainer.checkpoint import CheckpointFolder, read_part, step_of
 from caldera.trainer.ppo.metrics import (
     compute_data_metrics,
     compute_rollout_diff_metrics,
@@ -117,6 +116,7 @@ class RayPPOTrainer:
     def fit(self) -> None:
         """Train to the last step, from the newest checkpoint where there is one."""
         trainer = self.config.trainer
+        self.checkpoints.create()
         self._load_checkpoint()
         run_dir = self.checkpoints.root
         write_text_atomic(run_dir / "config.yaml", [config_to_yaml(self.config)])
@@ -302,8 +302,9 @@ class RayPPOTrainer:
         self.actor_rollout_wg.load_checkpoint(folder / "actor")
         if self.critic_wg is not None:
             self.critic_wg.load_checkpoint(folder / "critic")
-        self.train_loader.load_state_dict(torch.load(folder / "data.pt"))
-        state = json.loads((folder / "trainer_state.json").read_text())
+        self.train_loader.load_state_dict(read_part(folder / "data.pt", torch.load))
+        state_file = folder / "trainer_state.json"
+        state = read_part(state_file, lambda path: json.loads(path.read_text()))
         self.kl_controller.load_state_dict(state["kl_ctrl"])
         self.global_steps = step_of(folder)
 

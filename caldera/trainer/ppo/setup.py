@@ -41,8 +41,10 @@ class TaskRunner:
         if chosen:
             logger.info("chosen for this machine: %s", ", ".join(chosen))
         model, data = config.actor_rollout_ref.model, config.data
+        if data.tokenizer:  # checkpoints hold the tokenizer that the run used
+            model.tokenizer_path = config.critic.model.tokenizer_path = data.tokenizer
         tokenizer = hf_tokenizer(
-            data.tokenizer or model.tokenizer_path or str(model.path),
+            model.tokenizer_path or str(model.path),
             trust_remote_code=model.trust_remote_code or data.trust_remote_code,
             custom_chat_template=model.custom_chat_template,
         )

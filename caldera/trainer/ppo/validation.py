@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from caldera.config import PPOTrainerConfig
 from caldera.data import FixedLoader
-from caldera.engine import tensors_of
-from caldera.protocol import DataProto
+from caldera.protocol import DataProto, tensors_of
 from caldera.reward import RewardManager, compute_reward
 from caldera.tracking import GenerationDump, select_val_generations
 from caldera.trainer.ppo.prompts import stamp_rows
