@@ -81,10 +81,12 @@ class Lab:
         return self.metrics(run_dir)
 
     def metrics(self, run_dir: Path) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl, each with its step among the metrics."""
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        return [{"step": row["step"], **row["data"]} for row in rows]
+        """What metrics.jsonl says of each step, the step's number included."""
+        steps: dict[int, dict[str, Any]] = {}
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            steps.setdefault(row["step"], {"step": row["step"]}).update(row["data"])
+        return list(steps.values())
 
 
 @pytest.fixture(scope="session")
@@ -104,6 +106,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "CALDERA_"))}
     environment |= {
         "CALDERA_CACHE": str(folder / "cache"),
+        "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(REPOSITORY),

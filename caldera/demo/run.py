@@ -71,7 +71,7 @@ SMOLLM2 = (
     "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
     "actor_rollout_ref.rollout.val_kwargs.n=4",
     "trainer.experiment_name=smollm2",
-    "trainer.total_training_steps=20",
+    "trainer.total_training_steps=15",
     "trainer.test_freq=5",
 )
 

@@ -94,7 +94,10 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         ["ppo_minibatch_size", "did you mean actor_rollout_ref.actor.ppo_mini_batch_size?"],
     ),
     "value of the wrong type": ("trainer.total_epochs=many", ["trainer.total_epochs", "'many'"]),
-    "unknown estimator": ("algorithm.adv_estimator=gripo", ["advantage estimator", "'gripo'", "grpo"]),
+    "unknown estimator": (
+        "algorithm.adv_estimator=gripo",
+        ["advantage estimator", "'gripo'", "grpo"],
+    ),
     "unknown policy loss": (
         "actor_rollout_ref.actor.policy_loss.loss_mode=vanila",
         ["policy loss", "'vanila'", "vanilla"],

@@ -89,6 +89,7 @@ class RayPPOTrainer:
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.checkpoints = CheckpointFolder(config.trainer)
         self.global_steps = 0
+        self._shown: dict[str, float] = {}
         self.total_steps = total_training_steps(config, train_loader)
         self._meta = {
             "eos_token_id": tokenizer.eos_token_id,
@@ -133,16 +134,16 @@ class RayPPOTrainer:
             while self.global_steps < self.total_steps:
                 for rows in self.train_loader:
                     tracking.log(self._train_on(rows, progress), self.global_steps)
+                    # After the row: a run that is killed in between repeats the step, row and all.
+                    if saving_time := self._save_if_due():
+                        tracking.log(saving_time, self.global_steps)
                     if self.global_steps >= self.total_steps:
                         break
 
     def _train_on(self, rows: Batch, progress: TrainingProgress) -> Metrics:
-        """One step with whatever is due after it: checkpoint and validation."""
+        """One step, and a validation when it is due."""
         self.global_steps += 1
         batch, metrics, timing = self.step(rows)
-        if self._is_due(self.config.trainer.save_freq):
-            with marked_timer("save_checkpoint", timing):
-                self.checkpoints.save(self.global_steps, self._write_checkpoint)
         if self._is_due(self.config.trainer.test_freq):
             with marked_timer("testing", timing):
                 metrics |= self._validate(progress)
@@ -253,20 +254,26 @@ class RayPPOTrainer:
 
     def _validate(self, progress: TrainingProgress) -> Metrics:
         metrics = self.validator.run(self.global_steps)
-        self._accuracy = next((v for k, v in metrics.items() if k.startswith("val-core/")), None)
         self._show(progress, metrics)
         return metrics
 
-    _accuracy: float | None = None
-
     def _show(self, progress: TrainingProgress, metrics: Metrics) -> None:
-        shown = {
-            "reward": metrics.get("critic/score/mean"),
-            "accuracy": self._accuracy,
-            "tokens_per_second": metrics.get("perf/throughput"),
-        }
-        held = {name: value for name, value in shown.items() if value is not None}
-        progress.update(self.global_steps, **held)
+        """Show the newest numbers; those that `metrics` lacks stay as they were."""
+        names = {"critic/score/mean": "reward", "perf/throughput": "tokens_per_second"}
+        for key, value in metrics.items():
+            if key.startswith("val-core/") and "/mean@" in key:
+                self._shown["accuracy"] = value
+            elif key in names:
+                self._shown[names[key]] = value
+        progress.update(self.global_steps, **self._shown)
+
+    def _save_if_due(self) -> Metrics:
+        """Save a checkpoint; returns how long it took, or nothing."""
+        timing: dict[str, float] = {}
+        if self._is_due(self.config.trainer.save_freq):
+            with marked_timer("timing_s/save_checkpoint", timing):
+                self.checkpoints.save(self.global_steps, self._write_checkpoint)
+        return timing
 
     def _is_due(self, every: int) -> bool:
         last = self.global_steps >= self.total_steps

@@ -1,0 +1,233 @@
+"""What the documentation says is so: its commands run, its names exist, its links lead somewhere.
+
+Commands are the fenced `bash` blocks. Those of a page run in order, in one folder, which starts as
+`make demo` leaves it. A block that cannot run here stands after `<!-- not executed: REASON -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from caldera.config import PPOTrainerConfig, config_to_dict, known_keys, load_config
+from caldera.config.fields import walk
+from caldera.demo import run as demo
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = [
+    REPOSITORY / "README.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *sorted((REPOSITORY / "examples").glob("*/README.md")),
+]
+TEXTS = [
+    *PAGES,
+    *sorted((REPOSITORY / "docs/adr").glob("*.md")),
+    *(REPOSITORY / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "THIRD_PARTY.md")),
+]
+EXAMPLES = sorted((REPOSITORY / "examples").glob("*/*.yaml"))
+REASONS = {"installs packages", "takes minutes"}
+BLOCK = re.compile(
+    r"^(?:<!-- not executed: (?P<reason>.+?) -->\n)?```bash\n(?P<script>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?://)([^)#]*)(?:#([^)]*))?\)")
+
+
+def blocks(page: Path) -> list[re.Match[str]]:
+    return list(BLOCK.finditer(page.read_text(encoding="utf-8")))
+
+
+def code_spans(page: Path) -> list[str]:
+    prose = FENCED.sub("", page.read_text(encoding="utf-8"))
+    return re.findall(r"`([^`\n]+)`", prose)
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+# ---------------------------------------------------------------------- commands
+
+
+def run_script(script: str, folder: Path) -> None:
+    """Run the lines in a shell that finds the `caldera` and `python3` of these tests."""
+    programs = folder / ".bin"  # for an environment in which Caldera is not installed
+    programs.mkdir(exist_ok=True)
+    entry_point = programs / "caldera"
+    entry_point.write_text(f'#!/bin/sh\nexec {sys.executable} -m caldera.cli "$@"\n')
+    entry_point.chmod(0o755)
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "CALDERA_"))}
+    environment = own | {
+        "CALDERA_CACHE": str(folder / ".cache"),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), str(programs), own["PATH"]]),
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=folder, env=environment, text=True, capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.fixture(scope="module")
+def after_make_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `make demo` leaves it, but for the number of steps."""
+    folder = tmp_path_factory.mktemp("after_make_demo")
+    run_script("caldera demo trainer.total_training_steps=2", folder)
+    shutil.copytree(REPOSITORY / "examples", folder / "examples")
+    return folder
+
+
+EXECUTED = [page for page in PAGES if any(not block["reason"] for block in blocks(page))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", EXECUTED, ids=name)
+def test_the_commands_of_a_page_run(page: Path, after_make_demo: Path, tmp_path: Path) -> None:
+    shutil.copytree(after_make_demo, tmp_path, dirs_exist_ok=True)
+    for block in blocks(page):
+        if not block["reason"]:
+            run_script(block["script"], tmp_path)
+    assert logged_names(tmp_path)
+    undocumented = [n for n in logged_names(tmp_path) if not is_documented_metric(n)]
+    assert undocumented == [], "these metrics are not in docs/metrics.md"
+
+
+def test_the_pages_with_commands_are_found() -> None:
+    assert {"README.md", "docs/quickstart.md"} <= {name(page) for page in EXECUTED}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_what_is_not_executed_has_a_reason(page: Path) -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<!-- not executed:") == sum(bool(block["reason"]) for block in blocks(page))
+    assert text.count("```bash") == len(blocks(page))
+    for block in blocks(page):
+        assert block["reason"] is None or block["reason"] in REASONS
+        called = re.findall(r"^make ([a-z0-9-]+)", block["script"], re.MULTILINE)
+        assert set(called) <= targets
+        assert block["reason"] or not called, "a page's folder has no Makefile"
+
+
+# ---------------------------------------------------------------------- names
+
+
+def logged_names(folder: Path) -> set[str]:
+    lines = (
+        line for path in folder.rglob("metrics.jsonl") for line in path.read_text().splitlines()
+    )
+    return {metric for line in lines for metric in json.loads(line)["data"]}
+
+
+def is_documented_metric(metric: str) -> bool:
+    return any(re.fullmatch(pattern, metric) for pattern in metric_patterns())
+
+
+def metric_patterns() -> Iterator[str]:
+    """docs/metrics.md's names as regular expressions: {a,b} is a choice, capitals stand for any."""
+    any_of = {"SOURCE": ".+", "VARIABLE": "[^/]+", "@N": r"@\d+"}
+    for row in (REPOSITORY / "docs/metrics.md").read_text(encoding="utf-8").splitlines():
+        if match := re.match(r"\| `([^`]+)` \|", row):
+            choice = re.sub(r"\{([^}]*)\}", lambda m: f"(?:{m[1].replace(',', '|')})", match[1])
+            yield re.sub("|".join(any_of), lambda m: any_of[m[0]], choice)
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=name)
+def test_keys_exist(page: Path) -> None:
+    roots = {key.partition(".")[0] for key in known_keys()}
+    groups = {key[: dot.start()] for key in known_keys() for dot in re.finditer(r"\.", key)}
+    free = tuple(f"{key}." for key, is_free in known_keys().items() if is_free)
+    for span in code_spans(page):
+        match = re.fullmatch(r"([a-z_]+(?:\.[a-z_]+)+)(?:=.*)?", span)
+        if not match or match[1].partition(".")[0] not in roots or span.endswith(".pt"):
+            continue
+        key = match[1]
+        assert key in known_keys() or key in groups or key.startswith(free), f"no key {key}"
+
+
+def test_the_refused_keys_are_listed() -> None:
+    page = (REPOSITORY / "docs/configuration.md").read_text(encoding="utf-8")
+    section = page.partition("## Refused keys")[2].partition("\nRefused by value")[0]
+    rows = (row.split("|")[1] for row in section.splitlines() if row.startswith("| `"))
+    listed = {key for cell in rows for key in re.findall(r"`([^`]+)`", cell)}
+    refused = {key for key, field, _ in walk(PPOTrainerConfig()) if "refused" in field.metadata}
+
+    def keys_that_end_with(tail: str) -> set[str]:
+        return {key for key in known_keys() if f".{key}".endswith(f".{tail}")}
+
+    found = {tail: keys_that_end_with(tail) for tail in listed}
+    assert all(found.values()), [tail for tail, keys in found.items() if not keys]
+    assert set().union(*found.values()) == refused
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=name)
+def test_files_of_the_package_exist(page: Path) -> None:
+    for span in code_spans(page):
+        if re.fullmatch(r"[\w/]+/\w+\.py", span):
+            roots = (REPOSITORY, REPOSITORY / "caldera")
+            assert any((root / span).is_file() for root in roots), f"no file {span}"
+
+
+# ---------------------------------------------------------------------- links
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.finditer(FENCED.sub("", page.read_text(encoding="utf-8"))):
+        target = (page.parent / link[1]).resolve() if link[1] else page
+        assert target.is_relative_to(REPOSITORY) and target.exists(), f"no file {link[1]}"
+        if link[2]:
+            assert link[2] in anchors(target), f"no heading {link[2]} in {link[1]}"
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# ---------------------------------------------------------------------- examples
+
+
+def load_example(path: Path, *overrides: str) -> PPOTrainerConfig:
+    return load_config(overrides, path.stem, str(path.parent))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=name)
+def test_every_example_loads_and_has_a_page(path: Path) -> None:
+    assert load_example(path).trainer.default_local_dir
+    assert (path.parent / "README.md").is_file()
+
+
+def test_the_arithmetic_example_is_the_demo() -> None:
+    """So the numbers of the demo are the example's."""
+    example = load_example(REPOSITORY / "examples/grpo_arithmetic/grpo_arithmetic.yaml")
+    files = [
+        "data.train_files=outputs/demo-tiny/train.parquet",
+        "data.val_files=outputs/demo-tiny/test.parquet",
+        "actor_rollout_ref.model.path=outputs/demo-tiny/start",
+    ]
+    of_demo = config_to_dict(load_config([*demo.COMMON, *demo.TINY, *files]))
+    of_example = config_to_dict(example)
+    for config in (of_demo, of_example):  # where and how often things are written
+        kept: dict[str, Any] = config["trainer"]
+        for key in (
+            "project_name", "experiment_name", "default_local_dir", "validation_data_dir",
+            "save_freq", "resume_mode",
+        ):  # fmt: skip
+            del kept[key]
+    assert of_example == of_demo
