@@ -47,7 +47,7 @@ def test_accuracy_rises(lab: Lab, tmp_path: Path, algorithm: str) -> None:
     )
     before, after = _accuracies(rows)
     assert before < 0.5
-    assert after > 0.65  # over four seeds it was 0.73 to 0.86
+    assert after > 0.65  # over four seeds it was 0.765 to 0.82
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ def test_an_adapter_learns_and_its_base_stays(lab: Lab, tmp_path: Path) -> None:
         "trainer.save_freq=40",
     )
     before, after = _accuracies(rows)
-    assert after > before + 0.08  # over three seeds it was 0.165 to 0.18
+    assert after > before + 0.06  # over three seeds it was 0.12 to 0.145
     trained = _weights(tmp_path / "global_step_40/actor")
     start = _start_weights(lab)
     frozen = {name: value for name, value in trained.items() if ".lora_" not in name}
