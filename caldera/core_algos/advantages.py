@@ -42,7 +42,7 @@ __all__ = [
 AdvantageEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
 Uids = np.ndarray[Any, Any] | Sequence[Hashable] | Tensor
 
-ADV_ESTIMATORS: Registry[AdvantageEstimatorFn] = Registry("advantage estimator")
+ADV_ESTIMATORS: Registry[AdvantageEstimatorFn] = Registry("algorithm.adv_estimator")
 
 
 class AdvantageEstimator(StrEnum):

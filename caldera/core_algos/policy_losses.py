@@ -38,7 +38,7 @@ __all__ = [
 
 PolicyLossFn = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
-POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss")
+POLICY_LOSSES: Registry[PolicyLossFn] = Registry("actor_rollout_ref.actor.policy_loss.loss_mode")
 
 MAX_LOG_RATIO = 20.0  # e^20 is finite in every dtype but float16
 

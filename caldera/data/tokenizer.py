@@ -16,15 +16,21 @@ logger = logging.getLogger(__name__)
 
 
 def hf_tokenizer(
-    path: str, trust_remote_code: bool = False, custom_chat_template: str | None = None
+    path: str,
+    trust_remote_code: bool = False,
+    custom_chat_template: str | None = None,
+    key: str = "tokenizer",
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder or a Hugging Face model name, with a padding token."""
+    """The tokenizer of a local folder or a Hugging Face model name, with a padding token.
+
+    `key` is the config key that the path came from, for errors.
+    """
     from transformers import AutoTokenizer
 
     folder = Path(path).expanduser()
     is_local = folder.exists()
     if not is_local and _must_be_local(path):
-        raise DataError(f"tokenizer {path!r}: the folder {folder} does not exist")
+        raise DataError(f"{key}={path!r}: the folder {folder} does not exist")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder) if is_local else path, trust_remote_code=trust_remote_code
@@ -33,7 +39,7 @@ def hf_tokenizer(
         tried = f"the folder {folder.absolute()}"
         if not is_local:
             tried += " (which does not exist) and the Hugging Face hub"
-        raise DataError(f"tokenizer {path!r}: tried {tried}: {error}") from error
+        raise DataError(f"{key}={path!r}: no tokenizer; tried {tried}: {error}") from error
     _ensure_pad_token(tokenizer, path)
     if custom_chat_template is not None:
         tokenizer.chat_template = custom_chat_template

@@ -17,7 +17,7 @@ from caldera.protocol import DataProto, tensors_of
 from caldera.rollout.base import Request, SamplingParams
 from caldera.rollout.native.engine import NativeRollout
 
-PLAN = ForwardPlan(("log_probs",), micro_batch_size=1024, max_tokens=None)
+PLAN = ForwardPlan(("log_probs",), by_tokens=False, micro_batch_size=1024, max_tokens=None)
 CHECK_EVERY = 5
 MOST_TOKENS = 64
 

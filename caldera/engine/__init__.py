@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from caldera.engine.base import ENGINES, Engine, ForwardPlan, LossFn, OutputName, Outputs
+from caldera.engine.base import (
+    ENGINES,
+    Engine,
+    ForwardPlan,
+    LossAndMetrics,
+    LossFn,
+    OutputName,
+    Outputs,
+)
 from caldera.engine.local import LocalEngine
 
 __all__ = [
@@ -10,6 +18,7 @@ __all__ = [
     "Engine",
     "ForwardPlan",
     "LocalEngine",
+    "LossAndMetrics",
     "LossFn",
     "OutputName",
     "Outputs",

@@ -21,7 +21,9 @@ OutputName = Literal["log_probs", "entropy", "values"]
 Outputs = dict[OutputName, Tensor]
 """What a forward pass yields, each (B, R) and 0 outside the response mask."""
 
-LossFn = Callable[[Outputs, DataProto, LossScale], tuple[Tensor, dict[str, Tensor]]]
+LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+
+LossFn = Callable[[Outputs, DataProto, LossScale], LossAndMetrics]
 """(outputs of a micro-batch, its rows, denominators of the whole mini-batch) -> loss and metrics.
 
 Losses and metrics of the micro-batches are summed, so each must be its share of the whole.
@@ -33,8 +35,10 @@ class ForwardPlan:
     """What to compute, and how many rows or tokens to take at a time."""
 
     outputs: tuple[OutputName, ...]
-    micro_batch_size: int | None  # rows; or, when None,
-    max_tokens: int | None  # tokens
+    by_tokens: bool
+    """Micro-batches hold at most `max_tokens` tokens; else `micro_batch_size` rows."""
+    micro_batch_size: int | None
+    max_tokens: int | None
     temperature: float = 1.0
 
 
@@ -83,4 +87,4 @@ EngineFactory = Callable[
 ]
 """(module, device, memory, optimiser or None for a frozen model, largest gradient norm)."""
 
-ENGINES: Registry[EngineFactory] = Registry("training engine (strategy)")
+ENGINES: Registry[EngineFactory] = Registry("training strategy")

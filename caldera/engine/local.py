@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -162,12 +163,9 @@ class LocalEngine(Engine):
                 outputs["values"] = packed.unpack(value_scores(self.module, hidden))
         if "log_probs" in plan.outputs:
             log_prob, entropy = log_prob_and_entropy(
-                hidden,
-                language_head(self.module),
-                packed.labels,
-                plan.temperature,
+                hidden, language_head(self.module), packed.labels, plan.temperature,
                 with_entropy="entropy" in plan.outputs,
-            )
+            )  # fmt: skip
             outputs["log_probs"] = packed.unpack(log_prob)
             if "entropy" in plan.outputs:
                 outputs["entropy"] = packed.unpack(entropy)
@@ -182,22 +180,26 @@ class LocalEngine(Engine):
 def _read(path: Path) -> Any:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete")
-    # The files hold numpy and Python RNG states besides tensors, and are this program's own.
-    return torch.load(path, map_location="cpu", weights_only=False)
+    try:
+        # The files hold numpy and Python RNG states besides tensors, and are this program's own.
+        return torch.load(path, map_location="cpu", weights_only=False)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
 def _restore(part: nn.Module | torch.optim.Optimizer, path: Path) -> None:
     state = _read(path)
     try:
         part.load_state_dict(state)
-    except (RuntimeError, ValueError) as error:
+    except (KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path} does not fit: {error}") from error
 
 
 def _micro_batches(batch: DataProto, plan: ForwardPlan) -> list[list[int]]:
-    if plan.max_tokens is None:
-        assert plan.micro_batch_size is not None
+    if not plan.by_tokens:
+        assert plan.micro_batch_size is not None, "the config's check asks for it"
         return micro_batches_by_count(len(batch), plan.micro_batch_size)
+    assert plan.max_tokens is not None
     lengths = tensors_of(batch)["attention_mask"].sum(1).tolist()
     return micro_batches_by_tokens(lengths, plan.max_tokens)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -15,6 +17,7 @@ from transformers import (
     AutoModelForTokenClassification,
     PreTrainedModel,
 )
+from transformers.utils import logging as transformers_logging
 
 from caldera.config import ModelConfig
 from caldera.errors import ConfigError
@@ -38,7 +41,8 @@ def load_policy(config: ModelConfig, dtype: torch.dtype, seed: int, key: str) ->
 
 def load_value_model(config: ModelConfig, dtype: torch.dtype, seed: int, key: str) -> nn.Module:
     """A token classifier of one label, whose head starts at small random values."""
-    model = _load(AutoModelForTokenClassification, config, dtype, seed, key, num_labels=1)
+    with _quiet_transformers():  # which would report at length that the head is not in the files
+        model = _load(AutoModelForTokenClassification, config, dtype, seed, key, num_labels=1)
     return _with_adapter(model, config, "TOKEN_CLS", seed, key)
 
 
@@ -93,7 +97,7 @@ def _load(
                 str(folder), config=model_config, dtype=dtype, attn_implementation=ATTENTION,
                 **options,
             )  # fmt: skip
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(
             f"{key}.path={config.path!r}: no model could be loaded: {first}"
@@ -102,6 +106,16 @@ def _load(
         names = ", ".join(unused)
         raise ConfigError(f"{key}.override_config: the model's config has no {names}")
     return cast(PreTrainedModel, model)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 def _import_libraries(config: ModelConfig, key: str) -> None:

@@ -124,4 +124,4 @@ class Rollout(ABC):
 
 RolloutFactory = Callable[["RolloutConfig", nn.Module, torch.device], Rollout]
 
-ROLLOUTS: Registry[RolloutFactory] = Registry("rollout")
+ROLLOUTS: Registry[RolloutFactory] = Registry("actor_rollout_ref.rollout.name")

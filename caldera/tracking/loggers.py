@@ -37,7 +37,7 @@ class LoggedRun:
     """The step of the checkpoint that the run goes on from; 0 for a run from the start."""
 
 
-LOGGERS: Registry[Callable[[LoggedRun], Logger]] = Registry("logger")
+LOGGERS: Registry[Callable[[LoggedRun], Logger]] = Registry("trainer.logger")
 
 
 @LOGGERS.register("console")

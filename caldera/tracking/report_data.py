@@ -36,7 +36,10 @@ PHASES = {
     "save_checkpoint": "Saving checkpoints",
     "testing": "Validation",
 }
-"""The parts of `timing_s/step`, in the order in which a step goes through them."""
+"""What is timed, in the order in which it happens."""
+
+AROUND_STEPS = ("save_checkpoint", "testing")
+"""Phases that are not part of `timing_s/step`."""
 
 VALIDATION_KEY = re.compile(r"val-core/(?P<source>.+)/(?P<variable>acc|reward)/mean@\d+")
 
@@ -96,7 +99,7 @@ class PhaseTime:
     mean_seconds: float
     """Over the steps in which it ran."""
     share: float
-    """Of the time of all steps together."""
+    """Of the time of all steps and what happens around them."""
 
 
 def phase_times(metrics: RunMetrics) -> list[PhaseTime]:
@@ -107,6 +110,7 @@ def phase_times(metrics: RunMetrics) -> list[PhaseTime]:
         for phase in PHASES
     }
     step_total = sum(row["timing_s/step"] for row in steps)
+    step_total += sum(sum(seconds[phase]) for phase in AROUND_STEPS)
     phase_total = sum(map(sum, seconds.values()))
     # Phases that overlap can add up to more than the step.
     whole = max(step_total, phase_total)

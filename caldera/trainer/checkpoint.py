@@ -32,20 +32,21 @@ class CheckpointFolder:
         self.root = Path(config.default_local_dir).expanduser()
 
     def create(self) -> None:
-        """Make the run's folder."""
+        """Make the run's folder; a run that starts anew forgets what it could go on from."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"trainer.default_local_dir={str(self.root)!r}: no such folder can be made: {error}"
             ) from error
+        if self._config.resume_mode == "disable":
+            (self.root / TRACKER).unlink(missing_ok=True)
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
         """Call `write` on a folder that becomes `global_step_{step}` once it is complete."""
-        self.create()
         partial = self.root / f".partial_global_step_{step}"
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while writing
-        partial.mkdir()
+        partial.mkdir(parents=True)
         write(partial)
         _flush(partial)
         final = self.root / f"global_step_{step}"
@@ -69,6 +70,9 @@ class CheckpointFolder:
             return None
         text = tracker.read_text().strip()
         folder = self.root / f"global_step_{text}"
+        replaced = self.root / f".replaced_global_step_{text}"
+        if replaced.is_dir() and not folder.exists():  # killed between the two renames of `save`
+            replaced.rename(folder)
         if not text.isdigit() or not folder.is_dir():
             raise CheckpointError(
                 f"{tracker} says {text!r}, but there is no folder {folder}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from caldera.workers.losses import policy_loss
 from caldera.workers.saving import build_engine, save_role
 from caldera.workers.sharding_manager import ShardingManager
 from caldera.workers.updates import train_epochs
+
+logger = logging.getLogger(__name__)
 
 MODEL_KEY = "actor_rollout_ref.model"
 
@@ -45,6 +48,7 @@ class ActorRolloutRefWorker(Worker):
             actor.strategy, module, self.device, memory, actor.optim, actor.grad_clip,
             model.enable_gradient_checkpointing,
         )  # fmt: skip
+        self._warn_of_length()
         self.rollout = self._build_rollout()
         self.reference = self._build_reference()
         free_cache = self.config.rollout.free_cache_engine
@@ -90,11 +94,9 @@ class ActorRolloutRefWorker(Worker):
         if actor.entropy_coeff != 0 or actor.calculate_entropy:
             outputs = ("log_probs", "entropy")
         plan = ForwardPlan(
-            outputs,
-            None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
-            actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
-            self.config.rollout.temperature,
-        )
+            outputs, actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu,
+            actor.ppo_max_token_len_per_gpu, self.config.rollout.temperature,
+        )  # fmt: skip
         on_policy = len(data) == mini_batch_size and actor.ppo_epochs == 1
         self.actor.onload(optimizer=True)
         metrics = train_epochs(
@@ -119,6 +121,15 @@ class ActorRolloutRefWorker(Worker):
         self.actor.onload(optimizer=True)
         self.actor.load(folder, self.config.actor.checkpoint.load_contents)
         self.actor.offload()
+
+    def _warn_of_length(self) -> None:
+        most = getattr(base_module(self.actor.module).config, "max_position_embeddings", None)
+        asked = self.config.rollout.prompt_length + self.config.rollout.response_length
+        if most is not None and asked > most:
+            logger.warning(
+                "data.max_prompt_length + data.max_response_length = %d tokens, but the model was "
+                "made for %d (max_position_embeddings)", asked, most,
+            )  # fmt: skip
 
     def _build_rollout(self) -> Rollout:
         """A sampler on the actor's own module, or on a copy where the precision differs."""
@@ -147,13 +158,10 @@ class ActorRolloutRefWorker(Worker):
         config: RolloutConfig | RefConfig,
         outputs: tuple[OutputName, ...],
     ) -> dict[OutputName, torch.Tensor]:
-        dynamic = config.log_prob_use_dynamic_bsz
         plan = ForwardPlan(
-            outputs,
-            None if dynamic else config.log_prob_micro_batch_size_per_gpu,
-            config.log_prob_max_token_len_per_gpu if dynamic else None,
-            self.config.rollout.temperature,
-        )
+            outputs, config.log_prob_use_dynamic_bsz, config.log_prob_micro_batch_size_per_gpu,
+            config.log_prob_max_token_len_per_gpu, self.config.rollout.temperature,
+        )  # fmt: skip
         engine.onload()
         results = engine.infer(data, plan)
         engine.offload()

@@ -40,9 +40,10 @@ class CriticWorker(Worker):
     def compute_values(self, data: DataProto) -> DataProto:
         """Adds values."""
         config = self.config
-        plan = self._plan(
-            config.forward_micro_batch_size_per_gpu, config.forward_max_token_len_per_gpu
-        )
+        plan = ForwardPlan(
+            ("values",), config.use_dynamic_bsz, config.forward_micro_batch_size_per_gpu,
+            config.forward_max_token_len_per_gpu,
+        )  # fmt: skip
         self.engine.onload()
         values = self.engine.infer(data, plan)["values"]
         self.engine.offload()
@@ -52,17 +53,16 @@ class CriticWorker(Worker):
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on the batch; returns metrics alone."""
         config = self.config
+        plan = ForwardPlan(
+            ("values",), config.use_dynamic_bsz, config.ppo_micro_batch_size_per_gpu,
+            config.ppo_max_token_len_per_gpu,
+        )  # fmt: skip
         self.engine.onload(optimizer=True)
         metrics = train_epochs(
-            self.engine,
-            data,
-            value_loss(config),
-            self._plan(config.ppo_micro_batch_size_per_gpu, config.ppo_max_token_len_per_gpu),
-            config.ppo_mini_batch_size * self.rollout_n,
-            config.ppo_epochs,
-            config.data_loader_seed if config.shuffle else None,
-            "critic",
-        )
+            self.engine, data, value_loss(config), plan,
+            config.ppo_mini_batch_size * self.rollout_n, config.ppo_epochs,
+            config.data_loader_seed if config.shuffle else None, "critic",
+        )  # fmt: skip
         self.engine.offload()
         return DataProto(meta_info={"metrics": metrics})
 
@@ -79,7 +79,3 @@ class CriticWorker(Worker):
         self.engine.onload(optimizer=True)
         self.engine.load(folder, self.config.checkpoint.load_contents)
         self.engine.offload()
-
-    def _plan(self, rows: int | None, tokens: int) -> ForwardPlan:
-        dynamic = self.config.use_dynamic_bsz
-        return ForwardPlan(("values",), None if dynamic else rows, tokens if dynamic else None)

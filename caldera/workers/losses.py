@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from caldera.config import ActorConfig, CriticConfig
 from caldera.core_algos import LossScale, compute_value_loss, get_policy_loss_fn, kl_penalty
-from caldera.engine import LossFn, Outputs
+from caldera.engine import LossAndMetrics, LossFn, Outputs
 from caldera.protocol import DataProto, tensors_of
 
 
@@ -18,9 +16,7 @@ def policy_loss(config: ActorConfig, on_policy: bool) -> LossFn:
     """
     policy_loss_fn = get_policy_loss_fn(config.policy_loss.loss_mode)
 
-    def loss_fn(
-        outputs: Outputs, rows: DataProto, scale: LossScale
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_fn(outputs: Outputs, rows: DataProto, scale: LossScale) -> LossAndMetrics:
         tensors = tensors_of(rows)
         mask = tensors["response_mask"]  # (B, R)
         log_prob = outputs["log_probs"]
@@ -51,9 +47,7 @@ def policy_loss(config: ActorConfig, on_policy: bool) -> LossFn:
 def value_loss(config: CriticConfig) -> LossFn:
     """Clipped squared error of the values against the returns."""
 
-    def loss_fn(
-        outputs: Outputs, rows: DataProto, scale: LossScale
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_fn(outputs: Outputs, rows: DataProto, scale: LossScale) -> LossAndMetrics:
         tensors = tensors_of(rows)
         mask = tensors["response_mask"]
         loss, clipfrac = compute_value_loss(

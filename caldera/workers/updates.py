@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+
+import torch
+
 from caldera.engine import Engine, ForwardPlan, LossFn
 from caldera.protocol import DataProto
 
@@ -17,16 +21,20 @@ def train_epochs(
     name: str,
 ) -> dict[str, float]:
     """One optimiser step per mini-batch; metrics are means over the steps."""
-    steps = [
-        engine.train(mini_batch, loss_fn, plan)
-        for mini_batch in data.make_iterator(
-            mini_batch_size,
-            epochs,
-            seed=shuffle_seed,
-            dataloader_kwargs={"shuffle": shuffle_seed is not None},
-        )
-    ]
+    order = {"shuffle": shuffle_seed is not None}
+    mini_batches = data.make_iterator(mini_batch_size, epochs, shuffle_seed, order)
+    steps = [engine.train(mini_batch, loss_fn, plan) for mini_batch in mini_batches]
     metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
     metrics[f"{name}/grad_norm"] = metrics.pop("grad_norm")
     metrics[f"{name}/lr"] = engine.step_schedule()
+    return metrics | memory_metrics()
+
+
+def memory_metrics() -> dict[str, float]:
+    """Peak memory of this process, and of its GPU where there is one, in GiB."""
+    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    metrics = {"perf/cpu_memory_used_gb": kibibytes / 2**20}
+    if torch.cuda.is_available():
+        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
     return metrics

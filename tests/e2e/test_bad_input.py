@@ -214,14 +214,7 @@ WEIGHTS = "actor/model_world_size_1_rank_0.pt"
         pytest.param(_remove("data.pt"), ["data.pt"], id="data order gone"),
         pytest.param(_truncate("data.pt"), ["data.pt"], id="data order cut"),
         pytest.param(_truncate("trainer_state.json"), ["trainer_state.json"], id="state cut"),
-        pytest.param(
-            _truncate(WEIGHTS),
-            [WEIGHTS],
-            id="weights cut",
-            marks=pytest.mark.xfail(
-                raises=RuntimeError, reason="the engine lets torch.load's error through"
-            ),
-        ),
+        pytest.param(_truncate(WEIGHTS), [WEIGHTS, "damaged"], id="weights cut"),
     ],
 )
 def test_a_damaged_checkpoint_is_named(

@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from caldera.engine import LocalEngine
 from caldera.trainer.ppo.ray_trainer import RayPPOTrainer
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
@@ -22,7 +20,7 @@ READ: list[Callable[..., Any]] = [
     RayPPOTrainer._rollout,
     RayPPOTrainer._score,
     RayPPOTrainer._evaluate,
-    RayPPOTrainer._estimate_advantages,
+    RayPPOTrainer._advantage,
     RayPPOTrainer._update,
     ActorRolloutRefWorker.generate_sequences,
     ActorRolloutRefWorker.compute_log_prob,
@@ -31,7 +29,6 @@ READ: list[Callable[..., Any]] = [
     ActorRolloutRefWorker.update_actor,
     CriticWorker.compute_values,
     CriticWorker.update_critic,
-    CriticWorker._plan,
     train_epochs,
     policy_loss,
     value_loss,
@@ -48,7 +45,6 @@ def test_every_phase_of_a_step_is_counted() -> None:
     assert {f"RayPPOTrainer.{name}" for name in called} <= {part.__qualname__ for part in READ}
 
 
-@pytest.mark.xfail(reason="docstrings and all, it is 322 lines")
 def test_a_step_takes_fewer_than_300_lines() -> None:
     lines = {part.__qualname__: len(_source(part).splitlines()) for part in READ}
     assert sum(lines.values()) < MOST_LINES, lines

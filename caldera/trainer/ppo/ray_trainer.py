@@ -166,7 +166,7 @@ class RayPPOTrainer:
             batch = self._rollout(rows, metrics, timing)
             self._score(batch, timing)
             self._evaluate(batch, metrics, timing)
-            self._estimate_advantages(batch, metrics, timing)
+            self._advantage(batch, metrics, timing)
             self._update(batch, metrics, timing)
         return batch, metrics, timing
 
@@ -218,9 +218,7 @@ class RayPPOTrainer:
             with marked_timer("values", timing):
                 batch.union(self.critic_wg.compute_values(batch))
 
-    def _estimate_advantages(
-        self, batch: DataProto, metrics: Metrics, timing: dict[str, float]
-    ) -> None:
+    def _advantage(self, batch: DataProto, metrics: Metrics, timing: dict[str, float]) -> None:
         """Adds token_level_rewards, advantages and returns."""
         algorithm, tensors = self.config.algorithm, tensors_of(batch)
         with marked_timer("adv", timing):
@@ -232,12 +230,9 @@ class RayPPOTrainer:
                 )  # fmt: skip
                 metrics |= kl_metrics
             tensors["token_level_rewards"] = rewards
-            inputs = AdvantageInputs(
-                rewards,
-                tensors["response_mask"],
-                index=batch.non_tensor_batch["uid"],
-                values=tensors["values"] if self.critic_wg is not None else None,
-            )
+            values = tensors["values"] if self.critic_wg is not None else None
+            uids = batch.non_tensor_batch["uid"]
+            inputs = AdvantageInputs(rewards, tensors["response_mask"], index=uids, values=values)
             advantages, returns = estimate_advantages(algorithm.adv_estimator, inputs, algorithm)
             tensors["advantages"], tensors["returns"] = advantages, returns
 

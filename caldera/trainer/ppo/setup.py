@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from caldera.config import (
@@ -29,6 +31,13 @@ logger = logging.getLogger(__name__)
 POOL = "global_pool"
 
 
+def seed_everything(seed: int) -> None:
+    """Whatever draws from a global generator, such as dropout, draws the same in every run."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 class TaskRunner:
     """Builds everything that a run needs, and runs it."""
 
@@ -37,6 +46,7 @@ class TaskRunner:
 
     def build(self, config: PPOTrainerConfig) -> RayPPOTrainer:
         """A trainer whose workers have loaded their models."""
+        seed_everything(config.actor_rollout_ref.rollout.seed)
         chosen = resolve_for_machine(config, torch.cuda.device_count())
         if chosen:
             logger.info("chosen for this machine: %s", ", ".join(chosen))
@@ -47,6 +57,7 @@ class TaskRunner:
             model.tokenizer_path or str(model.path),
             trust_remote_code=model.trust_remote_code or data.trust_remote_code,
             custom_chat_template=model.custom_chat_template,
+            key=f"actor_rollout_ref.model.{'tokenizer_path' if model.tokenizer_path else 'path'}",
         )
         train_set = create_rl_dataset(
             data.train_files, data, tokenizer, max_samples=data.train_max_samples

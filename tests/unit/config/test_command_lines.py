@@ -67,7 +67,7 @@ do_search=true max_turns=10 retriever.url=http://127.0.0.1:8000/retrieve retriev
 actor_rollout_ref.actor.state_masking=true
 algorithm.state_masking.start_state_marker="<info>"
 algorithm.state_masking.end_state_marker="</info>"
-actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.enforce_eager=True
+actor_rollout_ref.rollout.tensor_model_parallel_size=2
 actor_rollout_ref.actor.fsdp_config.forward_prefetch=True
 actor_rollout_ref.actor.fsdp_config.fsdp_size=4
 actor_rollout_ref.actor.entropy_from_logits_with_chunking=True

@@ -90,7 +90,9 @@ def test_who_needs_a_critic(load: Load) -> None:
     assert needs_critic(load())
     assert not needs_critic(load("algorithm.adv_estimator=grpo"))
     assert needs_critic(load("algorithm.adv_estimator=grpo", "critic.enable=True"))
-    assert not needs_critic(load("critic.enable=False"))
+    assert not needs_critic(load("algorithm.adv_estimator=grpo", "critic.enable=False"))
+    with pytest.raises(ConfigError, match="critic.enable=False"):
+        load("critic.enable=False")
 
 
 def test_who_needs_a_reference(load: Load) -> None:

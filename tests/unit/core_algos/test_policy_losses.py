@@ -167,5 +167,7 @@ def test_registry() -> None:
     assert again is compute_policy_loss_vanilla
     with pytest.raises(RegistryError, match="'vanilla' is registered already"):
         register_policy_loss("vanilla")(lambda: (OLD, {}))
-    with pytest.raises(RegistryError, match=r"policy loss 'vanila'; did you mean 'vanilla'\?"):
+    with pytest.raises(
+        RegistryError, match=r"policy_loss.loss_mode 'vanila'; did you mean 'vanilla'\?"
+    ):
         get_policy_loss_fn("vanila")

@@ -58,5 +58,5 @@ def test_a_hub_name_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(DataError) as caught:
         hf_tokenizer("nobody/no-such-model")
     message = str(caught.value)
-    assert "tokenizer 'nobody/no-such-model'" in message
+    assert "tokenizer='nobody/no-such-model'" in message
     assert "nobody/no-such-model (which does not exist) and the Hugging Face hub" in message

@@ -20,7 +20,7 @@ from caldera.errors import CheckpointError
 from caldera.protocol import DataProto
 
 Make = Callable[..., LocalEngine]
-PLAN = ForwardPlan(("log_probs",), 2, None)
+PLAN = ForwardPlan(("log_probs",), False, 2, None)
 ALL = ["model", "optimizer", "extra"]
 ADAMW = OptimizerConfig(lr=0.01, lr_scheduler_type="cosine", total_training_steps=8)
 

@@ -24,9 +24,9 @@ from caldera.protocol import DataProto
 Make = Callable[..., LocalEngine]
 Build = Callable[..., PreTrainedModel]
 TEMPERATURE = 0.7
-PLAN = ForwardPlan(("log_probs", "entropy"), None, 1000, TEMPERATURE)
+PLAN = ForwardPlan(("log_probs", "entropy"), True, None, 1000, TEMPERATURE)
 PLANS = {
-    **{f"{n} rows": replace(PLAN, micro_batch_size=n, max_tokens=None) for n in (1, 2, 3, 6)},
+    **{f"{n} rows": replace(PLAN, by_tokens=False, micro_batch_size=n) for n in (1, 2, 3, 6)},
     **{f"{n} tokens": replace(PLAN, max_tokens=n) for n in (11, 20, 1000)},
 }
 
@@ -91,7 +91,7 @@ def test_infer_is_a_forward_on_padded_rows(
 
 
 def test_only_what_is_asked_for_is_computed(make_engine: Make, batch: DataProto) -> None:
-    outputs = make_engine().infer(batch, ForwardPlan(("log_probs",), 2, None))
+    outputs = make_engine().infer(batch, ForwardPlan(("log_probs",), False, 2, None))
     assert outputs.keys() == {"log_probs"}
 
 
@@ -206,7 +206,7 @@ def test_values(make_engine: Make, batch: DataProto, model_folder: Callable[...,
     torch.manual_seed(0)
     model = AutoModelForTokenClassification.from_pretrained(model_folder(), **options).eval()
     engine = make_engine(copy.deepcopy(model))
-    plan = ForwardPlan(("values",), 2, None)
+    plan = ForwardPlan(("values",), False, 2, None)
     values = engine.infer(batch, plan)["values"]
     model.set_attn_implementation("eager")
     tensors = batch.batch

@@ -213,7 +213,7 @@ def test_a_saved_policy_loads_anywhere(
     module = with_random_adapter(policy(model_folder(family), lora_rank=rank))
     save_pretrained(module, tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(again(TOKENS).logits[0], logits(module), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(again(TOKENS).logits[0], logits(module), rtol=1e-4, atol=1e-4)
     changed = not torch.allclose(logits(module), logits(policy(model_folder(family))), atol=0.1)
     assert changed == (rank > 0)
     assert ATTENTION not in (tmp_path / "config.json").read_text()

@@ -111,7 +111,9 @@ def test_resume_refuses_a_file_that_is_no_metrics_file(tmp_path: Path, broken: s
 
 
 def test_unknown_logger_lists_the_known_ones_and_opens_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RegistryError, match=r"unknown logger 'consle'.*known: console, file"):
+    with pytest.raises(
+        RegistryError, match=r"unknown trainer.logger 'consle'.*known: console, file"
+    ):
         Tracking("p", "e", ["file", "consle"], None, tmp_path)
     assert not list(tmp_path.iterdir())
 

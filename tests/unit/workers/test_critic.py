@@ -56,7 +56,8 @@ def test_values_and_updates(critic: Group, batch: DataProto, lora_rank: int) -> 
         assert metrics["critic/vpred_mean"][0] == pytest.approx(mean, rel=1e-3, abs=1e-4)
     assert losses[-1] < 0.5 * losses[0]
     assert metrics.keys() == {
-        *(f"critic/{name}" for name in ("vf_loss", "vf_clipfrac", "vpred_mean", "grad_norm", "lr"))
+        *(f"critic/{name}" for name in ("vf_loss", "vf_clipfrac", "vpred_mean", "grad_norm", "lr")),
+        "perf/cpu_memory_used_gb",
     }
     assert metrics["critic/lr"] == [0.01]
     assert group.workers[0].engine.version == 15
