@@ -96,11 +96,11 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "value of the wrong type": ("trainer.total_epochs=many", ["trainer.total_epochs", "'many'"]),
     "unknown estimator": (
         "algorithm.adv_estimator=gripo",
-        ["advantage estimator", "'gripo'", "grpo"],
+        ["algorithm.adv_estimator", "'gripo'", "grpo"],
     ),
     "unknown policy loss": (
         "actor_rollout_ref.actor.policy_loss.loss_mode=vanila",
-        ["policy loss", "'vanila'", "vanilla"],
+        ["policy_loss.loss_mode", "'vanila'", "vanilla"],
     ),
     "unknown sampler": (
         "actor_rollout_ref.rollout.name=natve",
