@@ -187,3 +187,28 @@ def test_a_tracker_that_leads_nowhere(make: Make, text: str) -> None:
         checkpoints.to_resume()
     assert f"says {text!r}, but there is no folder" in str(raised.value)
     assert "trainer.resume_mode=disable starts anew" in str(raised.value)
+
+
+def test_pruning_spares_a_step_behind_which_the_run_went_back(make: Make) -> None:
+    for step in (1, 2, 3):
+        make().save(step, write())
+    checkpoints = make(max_actor_ckpt_to_keep=1, max_critic_ckpt_to_keep=1)
+    checkpoints.save(2, write("again"))
+    assert names(checkpoints) == ["global_step_2", TRACKER]
+    found = checkpoints.to_resume()
+    assert found is not None and (found / "data.pt").read_text() == "again"
+
+
+def test_a_kill_between_the_renames_of_a_second_save_loses_nothing(make: Make) -> None:
+    checkpoints = make()
+    checkpoints.save(2, write("first"))
+    final = checkpoints.root / "global_step_2"
+    final.rename(checkpoints.root / ".replaced_global_step_2")
+    found = make().to_resume()
+    assert found == final and (found / "data.pt").read_text() == "first"
+
+
+def test_starting_anew_forgets_the_tracker(make: Make) -> None:
+    make().save(2, write())
+    make(resume_mode="disable").create()
+    assert make().to_resume() is None
