@@ -39,7 +39,8 @@ def hf_tokenizer(
         tried = f"the folder {folder.absolute()}"
         if not is_local:
             tried += " (which does not exist) and the Hugging Face hub"
-        raise DataError(f"{key}={path!r}: no tokenizer; tried {tried}: {error}") from error
+        first = str(error).splitlines()[0]
+        raise DataError(f"{key}={path!r}: no tokenizer; tried {tried}: {first}") from error
     _ensure_pad_token(tokenizer, path)
     if custom_chat_template is not None:
         tokenizer.chat_template = custom_chat_template
