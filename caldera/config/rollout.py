@@ -69,8 +69,7 @@ class RolloutConfig:
     """Forbid captured graphs. The samplers of this release use none either way."""
     free_cache_engine: bool = True
     """Return the cache's memory while training."""
-    load_format: str = option("dummy", choices=("dummy", "auto", "safetensors"))
-    """Where a separate sampler's first weights come from; the trainer's replace them at once."""
+    load_format: str = refused("dummy", "samplers use the trainer's weights; leave the key out")
     tensor_model_parallel_size: int = refused(1, ONE_DEVICE)
     data_parallel_size: int = refused(1, ONE_DEVICE)
     pipeline_model_parallel_size: int = refused(1, ONE_DEVICE)
