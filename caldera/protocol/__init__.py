@@ -7,6 +7,7 @@ tensor and array is the row.
 
 from __future__ import annotations
 
+from caldera.protocol.batch_data import BatchData
 from caldera.protocol.dataproto import DataProto
 from caldera.protocol.functions import (
     all_gather_data_proto,
@@ -33,6 +34,7 @@ from caldera.protocol.serialization import (
 from caldera.protocol.settings import DataProtoConfig
 
 __all__ = [
+    "BatchData",
     "DataProto",
     "DataProtoConfig",
     "DataProtoFuture",

@@ -26,12 +26,13 @@ from caldera.protocol.inputs import (
     object_column,
     require_keys,
     subset,
+    without,
 )
 from caldera.protocol.rows import RowTable
-from caldera.protocol.serialization import SerializedTensorDict, deserialize_batch, serialize_batch
+from caldera.protocol.serialization import SerializedBatch, deserialize_batch, serialize_batch
 from caldera.protocol.settings import DataProtoConfig
 
-_State: TypeAlias = tuple[bytes | SerializedTensorDict | None, dict[str, Column], dict[str, Any]]
+_State: TypeAlias = tuple[SerializedBatch | None, dict[str, Column], dict[str, Any]]
 
 
 class DataProto(RowTable):
@@ -109,7 +110,10 @@ class DataProto(RowTable):
                 meta[key] = value.data
             else:
                 tensors[key] = value
-        return cls(TensorDict(tensors, data.batch_size) if tensors else None, columns, meta)
+        # Without any entry a row, the batch alone tells how many rows there are.
+        has_batch = bool(tensors) or (not columns and any(data.batch_size))
+        batch = TensorDict(tensors, data.batch_size, device=data.device) if has_batch else None
+        return cls(batch, columns, meta)
 
     def to_tensordict(self) -> TensorDict:
         """All three parts in one TensorDict; `from_tensordict` is the inverse."""
@@ -133,7 +137,10 @@ class DataProto(RowTable):
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """The rows of all, in order. Metrics become lists; other meta_info must agree."""
+        """The rows of all, in order. Metrics become lists; other meta_info must agree.
+
+        One part alone is not copied.
+        """
         if not data:
             raise ProtocolError("concat: there is nothing to concatenate")
         batches = [part.batch for part in data if part.batch is not None]
@@ -157,9 +164,10 @@ class DataProto(RowTable):
     ) -> DataProto:
         """A DataProto with some of the keys, which shares memory unless copied; None takes all."""
         self._require("select", batch_keys, non_tensor_batch_keys, meta_info_keys)
-        batch = None if self.batch is None else self.batch.copy()
-        if batch is not None and batch_keys is not None:
-            batch = batch.select(*key_list(batch_keys))
+        batch = None
+        if self.batch is not None:
+            keys = key_list(batch_keys)
+            batch = self.batch.copy() if batch_keys is None else self.batch.select(*keys)
         columns = subset(self.non_tensor_batch, non_tensor_batch_keys)
         meta = subset(self.meta_info, meta_info_keys)
         if deepcopy:
@@ -180,11 +188,15 @@ class DataProto(RowTable):
         if self.batch is not None and tensor_keys:
             popped_batch = self.batch.select(*tensor_keys)
             self.batch = self.batch.exclude(*tensor_keys)
-        return type(self)(
+        column_keys, meta_keys = key_list(non_tensor_batch_keys), key_list(meta_info_keys)
+        popped = type(self)(
             popped_batch,
-            {key: self.non_tensor_batch.pop(key) for key in key_list(non_tensor_batch_keys)},
-            {key: self.meta_info.pop(key) for key in key_list(meta_info_keys)},
+            subset(self.non_tensor_batch, column_keys),
+            subset(self.meta_info, meta_keys),
         )
+        self.non_tensor_batch = without(self.non_tensor_batch, column_keys)
+        self.meta_info = without(self.meta_info, meta_keys)
+        return popped
 
     def rename(self, old_keys: Keys = None, new_keys: Keys = None) -> DataProto:
         """Rename tensors, in place: one key or equally many old and new ones."""
@@ -217,17 +229,18 @@ class DataProto(RowTable):
 
     def unfold_column_chunks(self, n_split: int, split_keys: Keys = None) -> DataProto:
         """Make `n_split` rows of each row: listed keys are cut along dim 1, others are repeated."""
-        tensors = entries(self.batch)
+        tensors, columns = entries(self.batch), self.non_tensor_batch
         keys = key_list(split_keys)
-        require_keys("unfold_column_chunks", "data", keys, {**tensors, **self.non_tensor_batch})
-        unfolded = self.repeat(n_split)
-        for key in keys:
-            if unfolded.batch is not None and key in tensors:
-                unfolded.batch[key] = _cut_dim_1(key, tensors[key], n_split)
-            else:
-                column = self.non_tensor_batch[key]
-                unfolded.non_tensor_batch[key] = _cut_dim_1(key, column, n_split)
-        return unfolded
+        require_keys("unfold_column_chunks", "data", keys, {**tensors, **columns})
+        if n_split < 1:
+            raise ProtocolError(f"unfold_column_chunks: n_split={n_split} < 1")
+        cut_tensors = {k: _cut_dim_1(k, v, n_split) for k, v in tensors.items() if k in keys}
+        cut_columns = {k: _cut_dim_1(k, v, n_split) for k, v in columns.items() if k in keys}
+        others = self.select([*without(tensors, keys)], [*without(columns, keys)]).repeat(n_split)
+        if others.batch is not None:
+            others.batch.update(cut_tensors)
+        others.non_tensor_batch.update(cut_columns)
+        return others
 
     def _has_rows(self) -> bool:
         return self.batch is not None or bool(self.non_tensor_batch)
@@ -242,12 +255,11 @@ class DataProto(RowTable):
     # ---- transport and summaries
 
     def __getstate__(self) -> _State:
-        batch = None if self.batch is None else serialize_batch(self.batch)
-        return batch, self.non_tensor_batch, self.meta_info
+        return serialize_batch(self.batch), self.non_tensor_batch, self.meta_info
 
     def __setstate__(self, state: _State) -> None:
         batch, self.non_tensor_batch, self.meta_info = state
-        self.batch = None if batch is None else deserialize_batch(batch)
+        self.batch = deserialize_batch(batch)
 
     def __copy__(self) -> DataProto:
         return self.select()
@@ -285,7 +297,7 @@ class DataProto(RowTable):
 
 def _cut_dim_1(key: str, value: Any, n_split: int) -> Any:
     """(B, n * C, ...) -> (B * n, C, ...)"""
-    if n_split < 1 or value.ndim < 2 or value.shape[1] % n_split:
+    if value.ndim < 2 or value.shape[1] % n_split:
         raise ProtocolError(
             f"unfold_column_chunks: {key!r} of shape {tuple(value.shape)} has no dimension 1 "
             f"that divides into {n_split}"

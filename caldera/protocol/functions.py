@@ -33,7 +33,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     pad_size = -length % size_divisor
     if pad_size == 0:
         return data, 0
-    return data.select_idxs([row % length for row in range(length + pad_size)]), pad_size
+    return data.select_idxs(torch.arange(length + pad_size) % length), pad_size
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:

@@ -14,22 +14,29 @@ Getter: TypeAlias = Callable[[list[Any]], list[Any]]
 """Waits for the futures of a list and returns their values in order, as `ray.get` does."""
 
 
+def wait_for_all(futures: list[Any]) -> list[Any]:
+    """The values of futures of `concurrent.futures`, of Ray's references and of plain values."""
+    # A Ray reference gives its `concurrent.futures.Future`, so Ray need not be imported here.
+    waiting = [future.future() if hasattr(future, "future") else future for future in futures]
+    return [future.result() if hasattr(future, "result") else future for future in waiting]
+
+
 @dataclass(frozen=True)
 class DataProtoFuture:
     """The parts of a DataProto as futures, so that a driver can pass results on without fetching.
 
-    `getter` resolves the futures, `collect_fn` makes one DataProto of their values, and
-    `dispatch_fn`, where there is one, takes the piece that this future stands for. All three must
-    be picklable when the future is sent to another process.
+    `collect_fn` makes one DataProto of the futures' values, and `dispatch_fn`, where there is one,
+    takes the piece that this future stands for. `getter` resolves the futures. All three must be
+    picklable when the future is sent to another process.
     """
 
     collect_fn: Callable[[list[Any]], DataProto]
     futures: list[Any]
     dispatch_fn: Callable[[DataProto], DataProto] | None = None
-    getter: Getter = field(kw_only=True)
+    getter: Getter = field(default=wait_for_all, kw_only=True)
 
     @staticmethod
-    def concat(futures: Sequence[Any], getter: Getter) -> DataProtoFuture:
+    def concat(futures: Sequence[Any], getter: Getter = wait_for_all) -> DataProtoFuture:
         """A future of the rows of all futures, in order; each resolves to a DataProto."""
         return DataProtoFuture(DataProto.concat, list(futures), getter=getter)
 

@@ -72,6 +72,11 @@ def subset(part: dict[str, Any], keys: Keys) -> dict[str, Any]:
     return dict(part) if keys is None else {key: part[key] for key in key_list(keys)}
 
 
+def without(part: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """A dict of the other keys."""
+    return {key: value for key, value in part.items() if key not in keys}
+
+
 def require_keys(operation: str, part: str, wanted: Iterable[str], known: Collection[str]) -> None:
     """Raise unless every wanted key is known."""
     for key in wanted:

@@ -16,7 +16,10 @@ METRICS_KEY = "metrics"
 
 
 def deep_equal(left: Any, right: Any) -> bool:
-    """Equality through containers and arrays, where NaN equals NaN, except within tensors."""
+    """Equality through containers and arrays, where NaN equals NaN.
+
+    Within tensors it does not, as in `torch.equal`, unless both are the same memory.
+    """
     if left is right:
         return True
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
@@ -37,8 +40,21 @@ def deep_equal(left: Any, right: Any) -> bool:
 def _tensors_equal(left: Any, right: Any) -> bool:
     if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
         return False
-    same_kind = left.dtype == right.dtype and left.device == right.device
-    return same_kind and torch.equal(left, right)
+    if left.dtype != right.dtype or left.device != right.device or left.layout != right.layout:
+        return False
+    if left.layout != torch.strided:
+        # Ragged rows cannot be compared at once.
+        return len(left) == len(right) and all(map(torch.equal, left.unbind(), right.unbind()))
+    return _same_memory(left, right) or torch.equal(left, right)
+
+
+def _same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and device are views of the same numbers."""
+    return (
+        left.shape == right.shape
+        and left.stride() == right.stride()
+        and left.data_ptr() == right.data_ptr() != 0
+    )
 
 
 def _arrays_equal(left: Any, right: Any) -> bool:
@@ -46,6 +62,8 @@ def _arrays_equal(left: Any, right: Any) -> bool:
         return False
     if left.shape != right.shape:
         return False
+    if left.__array_interface__ == right.__array_interface__:  # the same memory
+        return True
     if left.dtype.kind in "fc" and right.dtype.kind in "fc":
         return bool(np.array_equal(left, right, equal_nan=True))
     if left.dtype == object or right.dtype == object:
@@ -122,6 +140,8 @@ def require_same_keys(operation: str, part: str, mappings: Sequence[Mapping[str,
 
 def concat_tensor_dicts(batches: Sequence[TensorDict], operation: str) -> TensorDict:
     """The rows of all batches, in order."""
+    if len(batches) == 1:
+        return batches[0].copy()
     _require_same_columns(operation, "batch", [entries(batch) for batch in batches])
     return cast(TensorDict, TensorDict.cat(list(batches), 0))
 
@@ -130,6 +150,8 @@ def concat_numpy_dicts(
     columns: Sequence[Mapping[str, Column]], operation: str
 ) -> dict[str, Column]:
     """The rows of all arrays, in order."""
+    if len(columns) == 1:
+        return dict(columns[0])
     _require_same_columns(operation, "non_tensor_batch", columns)
     return {key: np.concatenate([part[key] for part in columns]) for key in columns[0]}
 
@@ -137,6 +159,8 @@ def concat_numpy_dicts(
 def _require_same_columns(operation: str, part: str, mappings: Sequence[Mapping[str, Any]]) -> None:
     require_same_keys(operation, part, mappings)
     for key in mappings[0]:
+        if getattr(mappings[0][key], "layout", None) == torch.jagged:
+            continue  # the dimension that is ragged has no length to compare
         shapes = [tuple(mapping[key].shape) for mapping in mappings]
         if any(shape[1:] != shapes[0][1:] for shape in shapes):
             raise ProtocolError(f"{operation}: {part}[{key!r}] has rows of unlike shapes: {shapes}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,10 +12,17 @@ from typing import Any, Self, overload
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch.utils.data import DataLoader
 
 from caldera.errors import ProtocolError
-from caldera.protocol.inputs import Column, RowIndices, repeat_counts, row_numbers
+from caldera.protocol.inputs import Column, RowIndices, entries, repeat_counts, row_numbers
+from caldera.protocol.serialization import SerializedBatch, deserialize_batch, serialize_batch
 from caldera.protocol.settings import DataProtoConfig
+
+OWN_LOADER_OPTIONS = (
+    "dataset", "batch_size", "batch_sampler", "collate_fn", "generator", "pin_memory",
+)  # fmt: skip
+"""What `make_iterator` decides itself, or cannot honour since the loader sees row numbers alone."""
 
 
 @dataclass(eq=False)
@@ -25,13 +33,32 @@ class DataProtoItem:
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
+    def __getstate__(self) -> tuple[SerializedBatch | None, dict[str, Any], dict[str, Any]]:
+        # Its tensors are views: pickled as they are, each would take its whole batch along.
+        return serialize_batch(self.batch), self.non_tensor_batch, self.meta_info
+
+    def __setstate__(
+        self, state: tuple[SerializedBatch | None, dict[str, Any], dict[str, Any]]
+    ) -> None:
+        batch, self.non_tensor_batch, self.meta_info = state
+        self.batch = deserialize_batch(batch)
+
+    def __copy__(self) -> DataProtoItem:
+        batch = None if self.batch is None else self.batch.copy()
+        return DataProtoItem(batch, dict(self.non_tensor_batch), dict(self.meta_info))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataProtoItem:
+        batch = None if self.batch is None else self.batch.clone()
+        return DataProtoItem(batch, *copy.deepcopy((self.non_tensor_batch, self.meta_info), memo))
+
 
 @dataclass(eq=False)
 class RowTable:
     """The three parts of a DataProto, and every operation that only picks rows.
 
     `slice`, `chunk`, `split` and `x[a:b]` share the memory of their source. Every result has its
-    own three mappings, so that adding a key to it stays local.
+    own three mappings, so that adding a key to it stays local. What is done in place gives the
+    DataProto new mappings: whoever holds the old ones sees no change.
     """
 
     batch: TensorDict | None = None
@@ -99,16 +126,26 @@ class RowTable:
             dict(self.meta_info),
         )
 
-    def _become(self, other: Self) -> None:
-        self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
+    def _replace_rows(self, rows: torch.Tensor) -> None:
+        """`_take` in place, which frees each old tensor before the next is copied."""
+        columns = {key: column[rows.numpy()] for key, column in self.non_tensor_batch.items()}
+        if self.batch is not None:
+            old, device = entries(self.batch), self.batch.device
+            # Gone until all keys are done, so that an error leaves no mixture of rows behind.
+            self.batch = None
+            new = {key: old.pop(key)[rows] for key in list(old)}
+            self.batch = TensorDict(new, batch_size=[len(rows)], device=device)
+        self.non_tensor_batch = columns
 
     def slice(
         self, start: int | None = None, end: int | None = None, step: int | None = None
     ) -> Self:
         """The rows of `x[start:end:step]`."""
-        if step is not None and step < 0:  # tensors have no negative strides
-            return self.select_idxs(range(len(self))[start:end:step])
-        return self._take(builtins.slice(start, end, step))
+        rows = range(len(self))[start:end:step]
+        if rows.step < 0:  # tensors have no negative strides
+            return self.select_idxs(rows)
+        # A step past the end is as good as the length, and no tensor's stride can overflow by it.
+        return self._take(builtins.slice(rows.start, rows.stop, min(rows.step, len(self) or 1)))
 
     def select_idxs(self, idxs: RowIndices) -> Self:
         """The rows with these numbers, in this order, or the rows where a boolean mask is true."""
@@ -121,16 +158,28 @@ class RowTable:
             raise ProtocolError(
                 f"reorder: {len(rows)} indices are no permutation of {len(self)} rows"
             )
-        self._become(self._take(rows))
+        self._replace_rows(rows)
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
-        """Every row `repeat_times` times: a a b b when interleaved, else a b a b."""
+        """Every row `repeat_times` times: a a b b when interleaved, else a b a b.
+
+        Once shares the memory of the source.
+        """
         if repeat_times < 0:
             raise ProtocolError(f"repeat: repeat_times={repeat_times} is negative")
+        if repeat_times == 1:
+            return self.slice()
         rows = torch.arange(len(self))
-        return self._take(
-            rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
-        )
+        rows = rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
+        batch = None
+        if self.batch is not None:
+            repeated = {
+                key: _repeat_rows(value, rows, repeat_times, interleave)
+                for key, value in entries(self.batch).items()
+            }
+            batch = TensorDict(repeated, batch_size=[len(rows)], device=self.batch.device)
+        columns = {key: column[rows.numpy()] for key, column in self.non_tensor_batch.items()}
+        return type(self)(batch, columns, dict(self.meta_info))
 
     def sample_level_repeat(self, repeat_times: RowIndices) -> Self:
         """Row i `repeat_times[i]` times, copies next to each other."""
@@ -151,7 +200,9 @@ class RowTable:
         if padding_size < 0 or (padding_size and not len(self)):
             raise ProtocolError(f"padding: cannot append {padding_size} rows to {len(self)} rows")
         row = 0 if padding_candidate == "first" else len(self) - 1
-        self._become(self._take(torch.tensor([*range(len(self)), *[row] * padding_size]).long()))
+        if padding_size:
+            appended = torch.full((padding_size,), row)
+            self._replace_rows(torch.cat([torch.arange(len(self)), appended]))
 
     def chunk(self, chunks: int) -> list[Self]:
         """That many DataProtos of equal length; with auto padding, lengths may differ by one."""
@@ -181,31 +232,37 @@ class RowTable:
     ) -> Iterator[Self]:
         """Mini-batches of all rows, `epochs` times over.
 
-        `dataloader_kwargs={"shuffle": True}` draws a new order for each epoch. The orders are a
-        function of the seed alone (None is a fixed seed), never of the global random state.
+        A torch DataLoader with these keyword arguments gives the order. With
+        `{"shuffle": True}` it draws a new one for each epoch, from the seed alone; without a seed,
+        from torch's global generator. Mini-batches in the order of the rows share their memory.
         """
-        kwargs = dict(dataloader_kwargs or {})
-        shuffle = bool(kwargs.pop("shuffle", False))
-        if kwargs:
-            raise ProtocolError(
-                f"make_iterator: unknown dataloader_kwargs {', '.join(kwargs)} (known: shuffle)"
-            )
+        options = dict(dataloader_kwargs or {})
+        for option in OWN_LOADER_OPTIONS:
+            if option in options:
+                raise ProtocolError(f"make_iterator: dataloader_kwargs must not have {option!r}")
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise ProtocolError(
                 f"make_iterator: {len(self)} rows do not make mini-batches of {mini_batch_size}"
             )
-        generator = torch.Generator()
-        if seed is not None:
-            generator.manual_seed(seed)
-        return self._epochs(mini_batch_size, epochs, generator if shuffle else None)
+        if not len(self) or not any(options.values()):
+            return (part for _ in range(epochs) for part in self.split(mini_batch_size))
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        loader: DataLoader[int] = DataLoader(
+            range(len(self)),  # type: ignore[arg-type]  # what a map-style dataset needs, it has
+            batch_size=mini_batch_size,
+            collate_fn=list,
+            generator=generator,
+            **options,
+        )
+        return (self.select_idxs(rows) for _ in range(epochs) for rows in loader)
 
-    def _epochs(
-        self, mini_batch_size: int, epochs: int, generator: torch.Generator | None
-    ) -> Iterator[Self]:
-        for _ in range(epochs):
-            if generator is None:
-                yield from self.split(mini_batch_size)
-            else:
-                order = torch.randperm(len(self), generator=generator)
-                for rows in order.view(-1, mini_batch_size):
-                    yield self._take(rows)
+
+def _repeat_rows(value: Any, rows: torch.Tensor, times: int, interleave: bool) -> Any:
+    """(B, ...) -> (B * times, ...) in one copy; `rows` says the same as row numbers."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return value[rows]
+    length, *rest = value.shape
+    # An expanded copy is faster than an indexed one.
+    if interleave:
+        return value.unsqueeze(1).expand(length, times, *rest).reshape(length * times, *rest)
+    return value.unsqueeze(0).expand(times, length, *rest).reshape(length * times, *rest)

@@ -23,6 +23,7 @@ SerializedTensor: TypeAlias = tuple[str, tuple[int, ...], NDArray[np.uint8]]
 """dtype name, shape, raw bytes"""
 SerializedTensorDict: TypeAlias = tuple[tuple[int, ...], dict[str, Any]]
 """batch size, and by key a SerializedTensor or, for a nested TensorDict, a SerializedTensorDict"""
+SerializedBatch: TypeAlias = bytes | SerializedTensorDict
 
 
 def serialize_single_tensor(tensor: torch.Tensor) -> SerializedTensor:
@@ -32,9 +33,11 @@ def serialize_single_tensor(tensor: torch.Tensor) -> SerializedTensor:
             f"serialize_single_tensor: a tensor of layout {tensor.layout} has no numpy form; "
             "use the torch serialization method"
         )
+    flat = tensor.detach().cpu().contiguous().flatten()
+    if flat.numel() < 2:  # contiguous with any stride, while only a stride of 1 can be viewed
+        flat = flat.clone(memory_format=torch.contiguous_format)
     # Bytes, not numbers: numpy has no bfloat16.
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return str(tensor.dtype), tuple(tensor.shape), flat.numpy()
+    return str(tensor.dtype), tuple(tensor.shape), flat.view(torch.uint8).numpy()
 
 
 def deserialize_single_tensor(serialized: SerializedTensor) -> torch.Tensor:
@@ -61,8 +64,10 @@ def deserialize_tensordict(serialized: SerializedTensorDict) -> TensorDict:
     return TensorDict(tensors, batch_size=list(batch_size))
 
 
-def serialize_batch(batch: TensorDict) -> bytes | SerializedTensorDict:
+def serialize_batch(batch: TensorDict | None) -> SerializedBatch | None:
     """The batch in the format that the environment asks for."""
+    if batch is None:
+        return None
     if serialization_method() == "numpy":
         return serialize_tensordict(batch)
     buffer = io.BytesIO()
@@ -71,8 +76,10 @@ def serialize_batch(batch: TensorDict) -> bytes | SerializedTensorDict:
     return buffer.getvalue()
 
 
-def deserialize_batch(serialized: bytes | SerializedTensorDict) -> TensorDict:
+def deserialize_batch(serialized: SerializedBatch | None) -> TensorDict | None:
     """The inverse of `serialize_batch`; the data tell the format, whatever the environment says."""
+    if serialized is None:
+        return None
     if not isinstance(serialized, bytes):
         return deserialize_tensordict(serialized)
     batch = torch.load(io.BytesIO(serialized), map_location="cpu", weights_only=False)

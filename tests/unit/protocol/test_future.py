@@ -28,6 +28,23 @@ def test_concat_and_get(data: DataProto, assert_same: AssertSame) -> None:
         assert_same(future.get(), data)
 
 
+class Reference:
+    """Like Ray's: no result of its own, but a future on request."""
+
+    def __init__(self, future: Future[DataProto]) -> None:
+        self.future = lambda: future
+
+
+def test_futures_references_and_values_need_no_getter(
+    data: DataProto, assert_same: AssertSame
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        first, second = submit(pool, data[:2].chunk(2))
+        future = DataProtoFuture(DataProto.concat, [first, Reference(second), data[2:]])
+        assert_same(future.get(), data)
+        assert_same(DataProtoFuture.concat([first]).get(), data[:1])
+
+
 def test_chunk_of_a_future(data: DataProto, assert_same: AssertSame) -> None:
     with ThreadPoolExecutor(2) as pool:
         halves = DataProtoFuture.concat(submit(pool, data.chunk(4)), resolve).chunk(2)

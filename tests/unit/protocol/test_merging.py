@@ -74,6 +74,26 @@ def test_one_tensor_equals_itself_even_with_nan() -> None:
     assert deep_equal(tensor, tensor)
 
 
+def test_views_of_the_same_memory_are_equal_even_with_nan() -> None:
+    tensor = torch.tensor([[NAN, 1.0], [2.0, 3.0]])
+    assert deep_equal(tensor[:1], tensor[:1])
+    assert not deep_equal(tensor[:1], tensor[:1].clone())
+    assert not deep_equal(tensor[0], tensor[:, 0]), "same start and shape, other strides"
+    column = objects(object(), object())
+    assert deep_equal(column[:], column[:])
+    assert not deep_equal(column, column[::-1])
+
+
+def test_ragged_tensors() -> None:
+    def ragged(*rows: list[int]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor([*map(torch.tensor, rows)], layout=torch.jagged)
+
+    assert deep_equal(ragged([1], [2, 3]), ragged([1], [2, 3]))
+    assert not deep_equal(ragged([1], [2, 3]), ragged([1, 2], [3]))
+    assert not deep_equal(ragged([1], [2, 3]), ragged([1]))
+    assert not deep_equal(ragged([1], [2]), torch.tensor([[1], [2]]))
+
+
 def test_union_tensor_dict() -> None:
     left = TensorDict({"a": torch.ones(2), "b": torch.zeros(2)}, [2])
     right = TensorDict({"b": torch.zeros(2), "c": torch.ones(2)}, [2])

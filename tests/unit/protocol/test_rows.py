@@ -86,6 +86,8 @@ def test_row_out_of_range(data: DataProto, index: int) -> None:
     [
         (slice(1, 3), "bc"),
         (slice(None, None, 2), "ac"),
+        (slice(1, None, 2**62), "b"),
+        (slice(-100, 100, np.int64(3)), "ad"),
         (slice(None, None, -1), "dcba"),
         (slice(-1, 0, -2), "db"),
         (slice(3, 1), ""),
@@ -229,7 +231,26 @@ def shuffled(data: DataProto, seed: int | None) -> list[str]:
     return [names(batch) for batch in iterator]
 
 
-@pytest.mark.parametrize("seed", [None, 0, 7])
+def test_shuffled_iterator_has_the_order_of_a_torch_loader(data: DataProto) -> None:
+    data = data.repeat(8)
+    generator = torch.Generator().manual_seed(5)
+    loader = torch.utils.data.DataLoader(
+        list("aaaaaaaabbbbbbbbccccccccdddddddd"), 2, shuffle=True, generator=generator
+    )
+    assert shuffled(data, 5) == ["".join(pair) for _ in range(3) for pair in loader]
+
+
+def test_unseeded_iterator_follows_the_global_generator(data: DataProto) -> None:
+    data = data.repeat(8)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        first, second = shuffled(data, None), shuffled(data, None)
+        assert first != second
+        torch.manual_seed(1)
+        assert shuffled(data, None) == first
+
+
+@pytest.mark.parametrize("seed", [0, 7])
 def test_shuffled_iterator_depends_on_the_seed_alone(data: DataProto, seed: int | None) -> None:
     data = data.repeat(8)
     torch.manual_seed(1)
@@ -257,5 +278,20 @@ def test_shuffled_iterator_keeps_rows_together(data: DataProto) -> None:
 def test_iterator_checks_before_the_first_batch(data: DataProto) -> None:
     with pytest.raises(ProtocolError, match="4 rows do not make mini-batches of 3"):
         data.make_iterator(3, 1)
-    with pytest.raises(ProtocolError, match="unknown dataloader_kwargs num_workers"):
-        data.make_iterator(2, 1, dataloader_kwargs={"shuffle": True, "num_workers": 2})
+    with pytest.raises(ProtocolError, match="dataloader_kwargs must not have 'collate_fn'"):
+        data.make_iterator(2, 1, dataloader_kwargs={"collate_fn": list})
+    with pytest.raises(TypeError, match="shufle"):
+        data.make_iterator(2, 1, dataloader_kwargs={"shufle": True})
+
+
+def test_iterator_takes_other_options_of_a_loader(data: DataProto) -> None:
+    reversed_rows = {"sampler": [3, 2, 1, 0]}
+    assert [names(part) for part in data.make_iterator(2, 2, 0, reversed_rows)] == [
+        "dc", "ba", "dc", "ba",
+    ]  # fmt: skip
+    shuffle = {"shuffle": True}
+    in_workers = {"shuffle": True, "num_workers": 1, "multiprocessing_context": "fork"}
+    assert [names(part) for part in data.make_iterator(2, 1, 3, in_workers)] == [
+        names(part) for part in data.make_iterator(2, 1, 3, shuffle)
+    ]
+    assert list(data[:0].make_iterator(2, 1, 3, shuffle)) == []

@@ -41,6 +41,13 @@ def test_single_tensor_of_any_strides_and_gradients() -> None:
     assert torch.equal(deserialize_single_tensor(serialize_single_tensor(tensor)), tensor)
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+def test_single_tensor_of_a_stride_that_nothing_uses(rows: int) -> None:
+    tensor = torch.arange(4)[: 2 * rows : 2]
+    back = deserialize_single_tensor(serialize_single_tensor(tensor))
+    assert back.dtype == torch.int64 and back.tolist() == [0][:rows]
+
+
 def test_read_only_buffers_are_copied() -> None:
     dtype, shape, raw = serialize_single_tensor(torch.zeros(2))
     raw.flags.writeable = False
@@ -119,13 +126,27 @@ def test_numpy_buffers_can_travel_out_of_band(
     assert_same(pickle.loads(pickled, buffers=read_only), data)
 
 
+@pytest.mark.parametrize("back", METHODS)
+@pytest.mark.parametrize("there", METHODS)
 def test_pickle_across_processes(
-    data: DataProto, spawned_process: ProcessPoolExecutor, assert_same: AssertSame
+    data: DataProto,
+    there: str,
+    back: str,
+    monkeypatch: pytest.MonkeyPatch,
+    spawned_process: ProcessPoolExecutor,
+    assert_same: AssertSame,
 ) -> None:
+    monkeypatch.setenv(VARIABLE, there)
+    spawned_process.submit(exec, f"import os; os.environ[{VARIABLE!r}] = {back!r}").result()
     assert data.batch is not None
     data.batch["large"] = torch.randn(4, 50_000)
+    data.non_tensor_batch["mixed"] = np.array([None, {"score": float("nan")}, "c", [1]], object)
     repeated = spawned_process.submit(methodcaller("repeat", 2), data).result()
-    assert_same(repeated, data.repeat(2))
+    expected = data.repeat(2)
+    assert repr(repeated.non_tensor_batch.pop("mixed")) == repr(
+        expected.non_tensor_batch.pop("mixed")
+    )
+    assert_same(repeated, expected)
 
 
 def test_import_needs_no_ray(spawned_process: ProcessPoolExecutor) -> None:
