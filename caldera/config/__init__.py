@@ -14,20 +14,18 @@ from caldera.config.loader import (
     known_keys,
     load_config,
 )
-from caldera.config.model import (
-    CheckpointConfig,
-    CriticModelConfig,
-    FSDPConfig,
-    ModelConfig,
-    OptimizerConfig,
-)
+from caldera.config.machine import resolve_for_machine
+from caldera.config.model import CriticModelConfig, ModelConfig
+from caldera.config.needs import needs_critic, needs_reference
+from caldera.config.optim import CheckpointConfig, FSDPConfig, OptimizerConfig
 from caldera.config.ppo import ActorRolloutRefConfig, PPOTrainerConfig
+from caldera.config.reference import SHORT_PROFILE, annotated_yaml, help_text
 from caldera.config.rollout import RolloutConfig, ValKwargs
 from caldera.config.trainer import TrainerConfig
-from caldera.config.validate import needs_critic, needs_reference, resolve_for_machine
 
 __all__ = [
     "CONFIG_DIR",
+    "SHORT_PROFILE",
     "ActorConfig",
     "ActorRolloutRefConfig",
     "AlgorithmConfig",
@@ -44,9 +42,11 @@ __all__ = [
     "RolloutConfig",
     "TrainerConfig",
     "ValKwargs",
+    "annotated_yaml",
     "compose_config",
     "config_to_dict",
     "config_to_yaml",
+    "help_text",
     "known_keys",
     "load_config",
     "needs_critic",

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from caldera.config.fields import nested, option, refused
+from caldera.config.reasons import NO_SEARCH
 
 KL_TYPES = (
-    *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
+    *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full"),
     *("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"),
 )
-NO_CORRECTION = "rollout correction is not part of this release"
-NO_SEARCH = "the search agent is not part of this release"
 
 
 @dataclass
@@ -21,7 +20,7 @@ class KLControlConfig:
     """Whether the coefficient stays or follows target_kl."""
     kl_coef: float = option(0.001, minimum=0)
     """First value of the coefficient."""
-    horizon: float = 10000
+    horizon: float = option(10000, unit="samples")
     """Samples over which the adaptive controller corrects."""
     target_kl: float = option(0.1, minimum=0)
     """Distance that the adaptive controller aims at."""
@@ -29,11 +28,30 @@ class KLControlConfig:
 
 @dataclass
 class RolloutCorrectionConfig:
-    rollout_is: str | None = refused(None, NO_CORRECTION)
-    rollout_is_threshold: Any = refused(2.0, NO_CORRECTION)
-    rollout_rs: str | None = refused(None, NO_CORRECTION)
-    rollout_rs_threshold: Any = refused(None, NO_CORRECTION)
-    bypass_mode: bool = refused(False, NO_CORRECTION)
+    preset: str | None = None
+    """A named choice of the keys below, for those that are left at their defaults."""
+    rollout_is: str | None = option(None, choices=("token", "sequence"))
+    """Weigh the loss by train over rollout probability, a token or a sequence; null: not."""
+    rollout_is_threshold: Any = 2.0
+    """A number: larger weights are cut to it. `lo_hi`: weights outside become 0."""
+    rollout_rs: str | None = None
+    """Statistics, separated by commas, by which tokens or sequences are rejected; null: none."""
+    rollout_rs_threshold: Any = None
+    """Bound of these statistics: one for all, or one each, separated by commas."""
+    bypass_mode: bool = False
+    """Take the sampler's log-probs as old_log_probs instead of recomputing them."""
+    loss_type: str = option("ppo_clip", choices=("ppo_clip", "reinforce"))
+    """Policy loss of bypass_mode."""
+    rollout_is_batch_normalize: bool = False
+    """Scale the weights of a batch to mean 1."""
+
+
+@dataclass
+class PfPpoConfig:
+    reweight_method: str = option("pow", choices=("pow", "max_min", "max_random"))
+    """How a sample's score becomes its chance of being drawn."""
+    weight_pow: float = 2.0
+    """Exponent of `pow`."""
 
 
 @dataclass
@@ -44,7 +62,13 @@ class StateMaskingConfig:
 
 @dataclass
 class FilterGroupsConfig:
-    enable: bool = refused(False, "dynamic sampling is not part of this release")
+    enable: bool = False
+    """Keep only prompts whose answers differ in `metric`, and sample on until there are enough."""
+    metric: str | None = None
+    """Value by which answers are compared: acc, score, seq_reward or seq_final_reward."""
+    max_num_gen_batches: int = option(0, minimum=0, unit="batches")
+    """Most batches that are sampled for one step; 0: no limit."""
+    max_inflight_gen_batches: int = refused(1, "one batch is sampled at a time")
 
 
 @dataclass
@@ -54,15 +78,21 @@ class AlgorithmConfig:
     lam: float = option(1.0, minimum=0, maximum=1)
     """GAE's trade-off of bias and variance."""
     adv_estimator: str = "gae"
-    """Name of the advantage estimator."""
+    """Name of the advantage estimator, or `file.py:function` for one's own."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide GRPO's advantages by the group's standard deviation; false: Dr.GRPO."""
     use_kl_in_reward: bool = False
     """Subtract the distance to the reference from the reward."""
     kl_penalty: str = option("kl", choices=KL_TYPES)
-    """Estimator of that distance; a trailing + gives it the gradient of the squared one."""
+    """Estimator of that distance; `full` sums over the whole vocabulary."""
     kl_ctrl: KLControlConfig = nested(KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = nested(RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = nested(FilterGroupsConfig)
     state_masking: StateMaskingConfig = nested(StateMaskingConfig)
-    use_pf_ppo: bool = refused(False, "reweighting of samples is not part of this release")
+    use_pf_ppo: bool = False
+    """Draw the samples of a batch anew by their scores, after GAE."""
+    pf_ppo: PfPpoConfig = nested(PfPpoConfig)
+    gdpo_reward_keys: list[str] | None = None
+    """gdpo: the scorer's values that are normalised one by one."""
+    gdpo_reward_weights: list[float] | None = None
+    """gdpo: weight of each of them; null: 1."""

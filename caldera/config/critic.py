@@ -8,12 +8,11 @@ from omegaconf import II
 
 from caldera.config.actor import LOSS_AGG_MODES, STRATEGIES
 from caldera.config.fields import nested, option, refused
-from caldera.config.model import (
-    NEEDS_SHARDING,
-    CheckpointConfig,
-    CriticModelConfig,
-    CriticOptimizerConfig,
-)
+from caldera.config.megatron import MegatronConfig
+from caldera.config.model import CriticModelConfig
+from caldera.config.optim import CheckpointConfig, CriticOptimizerConfig
+from caldera.config.profiling import ProfilerConfig
+from caldera.config.reasons import NEEDS_RAY, NEEDS_SHARDING, NO_MEGATRON
 
 
 @dataclass
@@ -22,22 +21,35 @@ class CriticConfig:
     """Train a critic; null: when the advantage estimator needs one."""
     strategy: str = option("fsdp", choices=STRATEGIES)
     """Training engine of the critic."""
+    rollout_n: int = II("actor_rollout_ref.rollout.n")
+    """Follows rollout.n, which is the place to set it."""
     optim: CriticOptimizerConfig = nested(CriticOptimizerConfig)
     model: CriticModelConfig = nested(CriticModelConfig)
-    ppo_mini_batch_size: int = II("actor_rollout_ref.actor.ppo_mini_batch_size")
+    ppo_mini_batch_size: int = option(
+        II("actor_rollout_ref.actor.ppo_mini_batch_size"), minimum=1, unit="prompts"
+    )
     """Prompts per optimiser step."""
-    ppo_micro_batch_size: int | None = refused(None, "use ppo_micro_batch_size_per_gpu")
-    ppo_micro_batch_size_per_gpu: int | None = option(None, minimum=1)
+    ppo_micro_batch_size: int | None = option(None, minimum=1, unit="samples")
+    """Deprecated: samples per pass over all devices; ppo_micro_batch_size_per_gpu says it now."""
+    ppo_micro_batch_size_per_gpu: int | None = option(None, minimum=1, unit="samples")
     """Samples per forward and backward pass on one device."""
     use_dynamic_bsz: bool = II("actor_rollout_ref.actor.use_dynamic_bsz")
     """Form micro-batches by tokens instead of by samples."""
-    ppo_max_token_len_per_gpu: int = option(32768, minimum=1)
+    ppo_max_token_len_per_gpu: int = option(32768, minimum=1, unit="tokens")
     """Tokens per micro-batch then."""
-    forward_micro_batch_size_per_gpu: int | None = II(".ppo_micro_batch_size_per_gpu")
+    forward_micro_batch_size: int | None = option(
+        II(".ppo_micro_batch_size"), minimum=1, unit="samples"
+    )
+    """Deprecated: samples per forward pass over all devices."""
+    forward_micro_batch_size_per_gpu: int | None = option(
+        II(".ppo_micro_batch_size_per_gpu"), minimum=1, unit="samples"
+    )
     """Samples per forward pass when values are computed."""
-    forward_max_token_len_per_gpu: int = II(".ppo_max_token_len_per_gpu")
+    forward_max_token_len_per_gpu: int = option(
+        II(".ppo_max_token_len_per_gpu"), minimum=1, unit="tokens"
+    )
     """Tokens per forward pass then."""
-    ppo_epochs: int = II("actor_rollout_ref.actor.ppo_epochs")
+    ppo_epochs: int = option(II("actor_rollout_ref.actor.ppo_epochs"), minimum=1)
     """Passes over each batch."""
     shuffle: bool = II("actor_rollout_ref.actor.shuffle")
     """Shuffle the batch before it is cut into mini-batches."""
@@ -50,4 +62,8 @@ class CriticConfig:
     grad_clip: float = option(1.0, minimum=0)
     """Largest gradient norm of an optimiser step; 0: no clipping."""
     ulysses_sequence_parallel_size: int = refused(1, NEEDS_SHARDING)
+    nccl_timeout: int = refused(600, NEEDS_RAY)
+    load_weight: bool = refused(True, NO_MEGATRON)
     checkpoint: CheckpointConfig = nested(CheckpointConfig)
+    megatron: MegatronConfig = nested(MegatronConfig)
+    profiler: ProfilerConfig = nested(ProfilerConfig)

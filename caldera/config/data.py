@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from omegaconf import II
+
 from caldera.config.fields import mapping, nested, option, refused
+from caldera.config.reasons import NO_AGENTS, NO_DATAGEN, NO_IMAGES, NO_SHARED_MEMORY
 
 
 @dataclass
@@ -18,36 +21,48 @@ class CustomClassConfig:
 
 @dataclass
 class SamplerConfig:
-    class_path: str | None = refused(None, "curriculum samplers are not part of this release")
-    class_name: str | None = refused(None, "curriculum samplers are not part of this release")
+    class_path: str | None = None
+    """File, `file://` or `pkg://` that holds one's own sampler, such as a curriculum."""
+    class_name: str | None = None
+    """Name of the sampler's class."""
+
+
+@dataclass
+class DatagenConfig:
+    path: str | None = refused(None, NO_DATAGEN)
+    name: str | None = refused(None, NO_DATAGEN)
 
 
 @dataclass
 class DataConfig:
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; null: the model's."""
-    use_shm: bool = refused(False, "files are read from where they are")
+    use_shm: bool = refused(False, NO_SHARED_MEMORY)
     train_files: Any = None
     """Parquet, JSON or JSON-lines files with the training prompts. Required."""
     val_files: Any = None
     """Files with the validation prompts. Required."""
-    train_max_samples: int = -1
+    train_max_samples: int = option(-1, unit="rows")
     """Most training rows; -1: all."""
-    val_max_samples: int = -1
+    val_max_samples: int = option(-1, unit="rows")
     """Most validation rows; -1: all."""
     prompt_key: str = "prompt"
     """Column with the chat messages."""
     reward_fn_key: str = "data_source"
     """Column that picks the scorer."""
-    max_prompt_length: int = option(512, minimum=1)
+    max_prompt_length: int = option(512, minimum=1, unit="tokens")
     """Most tokens of a prompt."""
-    max_response_length: int = option(512, minimum=1)
+    max_response_length: int = option(512, minimum=1, unit="tokens")
     """Most tokens of an answer."""
-    train_batch_size: int = option(1024, minimum=1)
+    train_batch_size: int = option(1024, minimum=1, unit="prompts")
     """Prompts per training step."""
-    gen_batch_size: int | None = refused(None, "each step samples train_batch_size prompts")
-    val_batch_size: int | None = option(None, minimum=1)
+    gen_batch_size: int | None = option(None, minimum=1, unit="prompts")
+    """Prompts that are sampled at a time with algorithm.filter_groups; null: train_batch_size."""
+    val_batch_size: int | None = option(None, minimum=1, unit="prompts")
     """Prompts per validation batch; null: all at once."""
+    tool_config_path: str | None = refused(
+        II("actor_rollout_ref.rollout.multi_turn.tool_config_path"), NO_AGENTS
+    )
     return_raw_input_ids: bool = refused(False, "raw_prompt_ids is always in the row")
     return_raw_chat: bool = True
     """Keep the chat messages in the row, as raw_prompt."""
@@ -57,19 +72,24 @@ class DataConfig:
     """Draw training prompts in random order."""
     seed: int | None = None
     """Seed of that order; null: rollout.seed."""
-    dataloader_num_workers: int = option(0, minimum=0)
+    dataloader_num_workers: int = option(0, minimum=0, unit="processes")
     """Processes that prepare rows; 0: this one."""
     validation_shuffle: bool = False
     """Shuffle the validation rows."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than max_prompt_length instead of treating them by `truncation`."""
-    filter_overlong_prompts_workers: int = option(1, minimum=1)
+    filter_overlong_prompts_workers: int = option(1, minimum=1, unit="processes")
     """Processes that measure prompts for the filter."""
     truncation: str = option("error", choices=("error", "left", "right", "middle"))
     """What happens to a prompt that is too long: an error, or which part is cut away."""
+    image_key: str = refused("images", NO_IMAGES)
+    video_key: str = refused("videos", NO_IMAGES)
+    image_patch_size: int = refused(14, NO_IMAGES)
+    return_multi_modal_inputs: bool = refused(True, NO_IMAGES)
     trust_remote_code: bool = False
     """Whether code that comes with the tokenizer may run."""
     custom_cls: CustomClassConfig = nested(CustomClassConfig)
     sampler: SamplerConfig = nested(SamplerConfig)
+    datagen: DatagenConfig = nested(DatagenConfig)
     apply_chat_template_kwargs: dict[str, Any] = mapping()
     """Further arguments of the chat template."""

@@ -7,30 +7,39 @@ keeps its default, and any other value is an error that says why.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from caldera.errors import ConfigError, UnsupportedError
 
 T = TypeVar("T")
 
+Field = dataclasses.Field[Any]
+
 
 def option(
     default: T,
     *,
+    unit: str = "",
     choices: tuple[Any, ...] = (),
     minimum: float | None = None,
     maximum: float | None = None,
 ) -> T:
-    """A key with the values it takes."""
-    metadata = {"choices": choices, "minimum": minimum, "maximum": maximum}
+    """A key with its unit and the values it takes."""
+    metadata = {"unit": unit, "choices": choices, "minimum": minimum, "maximum": maximum}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def refused(default: T, reason: str) -> T:
-    """A key that is understood and honoured only at its default."""
-    return dataclasses.field(default=default, metadata={"refused": reason, "default": default})
+def refused(default: T, reason: str, *, met: tuple[Any, ...] = ()) -> T:
+    """A key that is understood and honoured only at its default, and at the values in `met`,
+    which ask for what happens anyway. A default that refers to another key follows it."""
+    metadata = {"refused": reason, "met": met}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def listed(*items: T) -> list[T]:
@@ -38,9 +47,9 @@ def listed(*items: T) -> list[T]:
     return dataclasses.field(default_factory=lambda: list(items))
 
 
-def mapping() -> dict[str, Any]:
+def mapping(**items: Any) -> dict[str, Any]:
     """A key whose value is a free dictionary."""
-    return dataclasses.field(default_factory=dict)
+    return dataclasses.field(default_factory=lambda: dict(items))
 
 
 def nested(factory: Callable[[], T]) -> T:
@@ -48,12 +57,27 @@ def nested(factory: Callable[[], T]) -> T:
     return dataclasses.field(default_factory=factory)
 
 
-def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Every leaf key of a config as (dotted key, field, value)."""
+def default_of(field: Field) -> Any:
+    """A field's default, made anew where it is mutable."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it."""
+    return "null" if value is None else repr(value)
+
+
+def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Field, Any]]:
+    """Every leaf key of a config as (dotted key, field, value).
+
+    A group that follows another one is a leaf: its keys are those of the other.
+    """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         key = f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(field.default, str):
             yield from walk(value, f"{key}.")
         else:
             yield key, field, value
@@ -63,18 +87,42 @@ def check_values(config: Any) -> None:
     """Every value is one that its key takes, or the first that is not raises."""
     for key, field, value in walk(config):
         meta = field.metadata
-        if "refused" in meta and value != meta["default"]:
-            raise UnsupportedError(f"{key}={value!r} is not supported: {meta['refused']}")
+        if "refused" in meta:
+            _check_refused(config, key, field, value)
         if meta.get("choices") and value is not None and value not in meta["choices"]:
             known = ", ".join(str(choice) for choice in meta["choices"])
             raise ConfigError(f"{key}={value!r}: takes one of {known}")
-        _check_range(key, meta.get("minimum"), meta.get("maximum"), value)
+        _check_number(key, meta, value)
 
 
-def _check_range(key: str, minimum: float | None, maximum: float | None, value: Any) -> None:
-    if value is None or isinstance(value, (str, list, dict)):
+def _check_refused(config: Any, key: str, field: Field, value: Any) -> None:
+    default = default_of(field)
+    if isinstance(default, str) and default.startswith("${"):
+        default = _look_up(config, default.strip("${}"))
+    if value != default and value not in field.metadata["met"]:
+        reason = field.metadata["refused"]
+        raise UnsupportedError(f"{key}={shown(value)} is not supported: {reason}")
+
+
+def _look_up(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def _check_number(key: str, meta: Mapping[str, Any], value: Any) -> None:
+    if not isinstance(value, (int, float)):
         return
-    if minimum is not None and value < minimum:
-        raise ConfigError(f"{key}={value!r}: must be at least {minimum:g}")
-    if maximum is not None and value > maximum:
-        raise ConfigError(f"{key}={value!r}: must be at most {maximum:g}")
+    minimum, maximum = meta.get("minimum"), meta.get("maximum")
+    low = -math.inf if minimum is None else minimum
+    high = math.inf if maximum is None else maximum
+    if low <= value <= high:  # which no comparison with nan is
+        return
+    unit = f" ({meta['unit']})" if meta.get("unit") else ""
+    if math.isnan(value):
+        raise ConfigError(f"{key}=nan: takes a number{unit}")
+    if maximum is None:
+        raise ConfigError(f"{key}={value!r}: must be at least {low:g}{unit}")
+    if minimum is None:
+        raise ConfigError(f"{key}={value!r}: must be at most {high:g}{unit}")
+    raise ConfigError(f"{key}={value!r}: must be from {low:g} to {high:g}{unit}")

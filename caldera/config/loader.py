@@ -1,60 +1,87 @@
-"""From command-line overrides to one typed, checked config: the only place that sees Hydra."""
+"""From YAML files and command-line overrides to one typed, checked config.
+
+This is the only place that sees Hydra. YAML files are composed without types; keys of other
+releases are moved, unknown ones refused; then the values are laid over the dataclasses.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from caldera.config.fields import check_values, walk
+from caldera.config.fields import Field, check_values, shown, walk
+from caldera.config.migrate import Tree, groups_of, later_keys, leaves_of, migrate, moved_to
+from caldera.config.offline import EvaluationConfig, GenerationConfig
 from caldera.config.ppo import PPOTrainerConfig
+from caldera.config.sft import SFTTrainerConfig
 from caldera.config.validate import check_consistency
 from caldera.errors import ConfigError, UnknownKeyError, UnsupportedError, nearest
 
-CONFIG_DIR = Path(__file__).parent
+CONFIG_DIR = Path(__file__).parent / "yaml"
 BRACKETS_AND_QUOTES = tuple("[{(\"'")
+SCHEMAS: dict[str, type] = {
+    "ppo_trainer": PPOTrainerConfig,
+    "ppo_megatron_trainer": PPOTrainerConfig,
+    "sft_trainer": SFTTrainerConfig,
+    "generation": GenerationConfig,
+    "evaluation": EvaluationConfig,
+}
+"""The keys of each of Caldera's own YAML files."""
+ENGINE_GROUP = "model_engine"
+"""Chooses YAML files and holds no keys."""
+TYPES_IN_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "list[int]": "a list of whole numbers, such as [1,2]",
+    "list[float]": "a list of numbers, such as [0.9,0.99]",
+    "list[str]": "a list of texts, such as [a,b]",
+    "dict[str, Any]": "a dictionary, such as {name: value}",
+}
+
+T = TypeVar("T")
 
 
 def load_config(
     overrides: Sequence[str] = (), config_name: str = "ppo_trainer", config_path: str | None = None
 ) -> PPOTrainerConfig:
-    """Compose the YAML file with the overrides, and check every value."""
-    config = compose_config(overrides, config_name, config_path)
+    """The config of a PPO run: composed, with every value checked."""
+    config = compose_config(overrides, config_name, config_path, PPOTrainerConfig)
     check_values(config)
     check_consistency(config)
     return config
 
 
 def compose_config(
-    overrides: Sequence[str], config_name: str, config_path: str | None
-) -> PPOTrainerConfig:
+    overrides: Sequence[str], config_name: str, config_path: str | None, schema: type[T]
+) -> T:
     """The typed config before its values are checked."""
     directory = Path(config_path).expanduser().resolve() if config_path else CONFIG_DIR
     if not (directory / f"{config_name}.yaml").is_file():
         known = ", ".join(sorted(path.stem for path in directory.glob("*.yaml"))) or "none"
         raise ConfigError(f"--config-name={config_name}: not in {directory} (there: {known})")
-    _store_schema()
-    checked = [_checked_override(text) for text in overrides]
-    try:
-        with initialize_config_dir(str(directory), version_base="1.3"):
-            # A user's own folder may build on the files here.
-            search = [f"hydra.searchpath=[file://{CONFIG_DIR}]"]
-            composed = compose(config_name, [*checked, *search])
-        return cast(PPOTrainerConfig, OmegaConf.to_object(composed))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _explained(error) from error
+    if SCHEMAS.get(config_name, schema) is not schema:
+        fitting = ", ".join(name for name, cls in SCHEMAS.items() if cls is schema)
+        raise ConfigError(f"--config-name={config_name}: this command takes {fitting}")
+    tree = _compose(overrides, config_name, directory)
+    keys = known_keys(schema)
+    values = migrate(dict(leaves_of(tree, keys)), frozenset(keys))
+    return _typed(schema, _only_known(values, keys))
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
@@ -67,74 +94,196 @@ def config_to_yaml(config: Any) -> str:
     return yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
 
 
-@cache
-def _store_schema() -> None:
-    ConfigStore.instance().store(name="ppo_trainer_schema", node=PPOTrainerConfig)
-
-
-@cache
-def known_keys() -> dict[str, bool]:
+def known_keys(schema: type = PPOTrainerConfig) -> dict[str, bool]:
     """Every dotted key, and whether it holds a free dictionary."""
-    return {
-        key: str(field.type).startswith("dict[str, Any]")
-        for key, field, _ in walk(PPOTrainerConfig())
-    }
+    return _known_keys(schema)
 
 
-def _checked_override(text: str) -> str:
-    """The override as Hydra takes it; `+key=value` of a known key is a plain override."""
+@cache
+def _known_keys(schema: type) -> dict[str, bool]:
+    return {key: str(field.type).startswith("dict[str, Any]") for key, field, _ in walk(schema())}
+
+
+# ---------------------------------------------------------------------- composing
+
+
+def _compose(overrides: Sequence[str], config_name: str, directory: Path) -> Tree:
+    """YAML files and overrides as nested dictionaries, references still unresolved."""
+    checked = [_for_hydra(text, directory) for text in overrides]
+    # A user's own folder may build on the files here.
+    search = [] if directory == CONFIG_DIR else [f"hydra.searchpath=[file://{CONFIG_DIR}]"]
+    try:
+        with initialize_config_dir(str(directory), version_base="1.3"):
+            composed = compose(config_name, [*checked, *search])
+        return cast(Tree, OmegaConf.to_container(composed, resolve=False))
+    except (HydraException, OmegaConfBaseException) as error:
+        # Hydra's search path follows, which says nothing of the mistake.
+        message = str(getattr(error, "msg", None) or error).partition("Config search path:")[0]
+        raise ConfigError(" ".join(message.split())) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config-name={config_name}: {' '.join(str(error).split())}") from error
+
+
+def _for_hydra(text: str, directory: Path) -> str:
+    """The override as Hydra takes it: keys are added to the files' own, groups are chosen."""
     override, text = _parse(text)
     if override.is_delete():
         raise UnsupportedError(f"{text}: keys cannot be deleted; set the value that you want")
-    key = override.key_or_group
-    keys = known_keys()
-    if any(free and f"{key}.".startswith(f"{name}.") for name, free in keys.items()):
-        return "++" + text.lstrip("+")  # Hydra adds keys to a dictionary only when told to
-    if key in keys or any(name.startswith(f"{key}.") for name in keys):
-        return text.lstrip("+")
-    raise UnknownKeyError(f"unknown config key {key!r} in {text!r}{_did_you_mean(key)}")
+    if re.match(r"hydra[./]", override.key_or_group):
+        raise UnsupportedError(
+            f"{text} is not supported: the folder of a run is trainer.default_local_dir, and "
+            "--config-path finds YAML files"
+        )
+    if _chooses_file(override, directory) or override.package is not None:
+        return text
+    return "++" + text.lstrip("+")
+
+
+def _chooses_file(override: Override, directory: Path) -> bool:
+    """Whether `group=name` names one of the group's files."""
+    group, name = override.key_or_group, override.value()
+    if not isinstance(name, str) or "." in group:
+        return False
+    choices = {path.stem for root in (directory, CONFIG_DIR) for path in (root / group).glob("*")}
+    if choices and name not in choices:
+        known = ", ".join(sorted(choices))
+        raise ConfigError(
+            f"{override.get_key_element()}={name!r}: takes one of {known} (files of its folder)"
+        )
+    return name in choices
 
 
 def _parse(text: str) -> tuple[Override, str]:
     """The override, and its text in Hydra's grammar.
 
-    A shell has taken the quotes away from `key="<b>"`, without which Hydra cannot read the value.
+    A shell has taken the quotes away from `key="<b>"`, without which Hydra cannot read the value,
+    and from `key="a,b"`, which would be two runs.
     """
-    if "=" not in text and not text.startswith("~"):
+    key, _, value = text.partition("=")
+    if ("=" not in text or not key) and not text.startswith("~"):
         raise ConfigError(f"{text!r} is not an override: write key=value")
     parser = OverridesParser.create()
     try:
-        return parser.parse_override(text), text
+        override = parser.parse_override(text)
+        if not override.is_sweep_override():
+            return override, text
     except HydraException as error:
-        key, _, value = text.partition("=")
-        if value[:1] in BRACKETS_AND_QUOTES or not key.strip("+~").replace(".", "").isidentifier():
-            raise ConfigError(f"cannot read {text!r}: {str(error).splitlines()[0]}") from error
-        # Within quotes, backslashes count only where they stand before a quote.
-        escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
-        quoted = f"{key}='{escaped}'"
-        return parser.parse_override(quoted), quoted
+        if value[:1] in BRACKETS_AND_QUOTES or not re.fullmatch(r"[+~\w.@/-]+", key):
+            raise ConfigError(
+                f"cannot read {text!r}: check its brackets, quotes and spaces"
+            ) from error
+    # Within quotes, backslashes count only where they stand before a quote.
+    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    quoted = f"{key}='{escaped}'"
+    return parser.parse_override(quoted), quoted
 
 
-def _did_you_mean(key: str) -> str:
-    guess = _same_leaf(key, known_keys()) or nearest(key, known_keys())
+# ---------------------------------------------------------------------- knowing
+
+
+def _only_known(values: Tree, keys: dict[str, bool]) -> Tree:
+    """The values that were given; a key that does not exist is an error.
+
+    A group may be empty, or refer to another one. `???` is Hydra's "not given".
+    """
+    groups, groups_elsewhere = groups_of(keys), {ENGINE_GROUP, *groups_of(later_keys())}
+    given = {}
+    for key, value in values.items():
+        is_group = key in groups or moved_to(key) in groups or key in groups_elsewhere
+        if is_group and value == {}:
+            continue
+        refers = key in groups and str(value).startswith("${")
+        if not (key in keys or _in_free_dictionary(key, keys) or refers):
+            if is_group:
+                raise ConfigError(f"{key}={shown(value)}: is a group{_example(key, keys)}")
+            raise UnknownKeyError(f"unknown config key {key!r}{_did_you_mean(key, keys)}")
+        if value != "???":
+            given[key] = value
+    return given
+
+
+def _example(group: str, keys: Iterable[str]) -> str:
+    """A key of the group, where it is one of those here."""
+    place = moved_to(group) or group
+    example = next((key for key in keys if key.startswith(f"{place}.")), None)
+    return f"; set its keys, such as {example}=..." if example else ""
+
+
+def _in_free_dictionary(key: str, keys: dict[str, bool]) -> bool:
+    parts = key.split(".")
+    return any(keys.get(".".join(parts[:length])) for length in range(1, len(parts)))
+
+
+def _did_you_mean(key: str, keys: Iterable[str]) -> str:
+    guess = _likely_key(moved_to(key) or key, keys)
     return f"; did you mean {guess}?" if guess else ""
 
 
-def _same_leaf(key: str, keys: dict[str, bool]) -> str | None:
-    """A known key that ends like this one, for a leaf under the wrong group."""
-    leaf = key.rsplit(".", 1)[-1]
-    return next((name for name in keys if name.rsplit(".", 1)[-1] == leaf), None)
+def _likely_key(key: str, keys: Iterable[str]) -> str | None:
+    """The known key that was most likely meant: a near name in the same group, the same name in
+    another one, or a near name in another one."""
+    group, leaf = _split(key)
+    siblings = {_split(name)[1]: name for name in keys if _split(name)[0] == group}
+    if near := nearest(leaf, siblings):
+        return siblings[near]
+    leaves = {_split(name)[1] for name in keys}
+    near_leaf = leaf if leaf in leaves else nearest(leaf, leaves)
+    alike = [name for name in keys if _split(name)[1] == near_leaf]
+    return max(alike, key=lambda name: _likeness(name, key), default=None)
 
 
-def _explained(error: Exception) -> ConfigError:
-    """What Hydra and OmegaConf say, as one sentence that names the key."""
+def _split(key: str) -> tuple[str, str]:
+    group, _, leaf = key.rpartition(".")
+    return group, leaf
+
+
+def _likeness(name: str, key: str) -> float:
+    return difflib.SequenceMatcher(None, name, key).ratio()
+
+
+# ---------------------------------------------------------------------- typing
+
+
+def _typed(schema: type[T], values: dict[str, Any]) -> T:
+    """The values over the dataclasses' defaults, references resolved."""
+    plain: type = schema
+    try:
+        config = copy.deepcopy(_structured(plain))
+        for key, value in values.items():
+            # References are kept for the end: what they point at may come later.
+            OmegaConf.update(config, key, value, force_add=key not in known_keys(schema))
+        return cast(T, OmegaConf.to_object(config))
+    except OmegaConfBaseException as error:
+        raise _explained(error, schema, values) from error
+
+
+@cache
+def _structured(schema: type) -> Any:
+    """The schema as OmegaConf has it; making one takes longer than all the rest of loading."""
+    return OmegaConf.structured(schema)
+
+
+def _explained(error: OmegaConfBaseException, schema: type, values: Tree) -> ConfigError:
+    """What OmegaConf says, as one sentence that names the key, the value and what it takes."""
     cause: BaseException = error
     link: BaseException | None = error
     while link is not None:  # the innermost one knows the key
         cause = link if getattr(link, "full_key", None) else cause
         link = link.__cause__ or link.__context__
-    key = getattr(cause, "full_key", None)
-    if key and isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return UnknownKeyError(f"unknown config key {key!r}{_did_you_mean(str(key))}")
-    message = str(getattr(cause, "msg", None) or cause).splitlines()[0]
-    return ConfigError(f"{key}: {message}" if key else message)
+    key = str(getattr(cause, "full_key", None) or "").partition("[")[0]
+    given = f"{key}={shown(values[key])}" if key in values else key
+    field = next((f for name, f, _ in walk(schema()) if name == key), None)
+    if field is not None and isinstance(cause, ValidationError):
+        return ConfigError(f"{given}: takes {what_it_takes(field)}")
+    reason = str(getattr(cause, "msg", None) or cause).splitlines()[0]
+    return ConfigError(f"{given}: {reason}" if key else reason)
+
+
+def what_it_takes(field: Field) -> str:
+    """The type of a key in words, with its unit."""
+    name = str(field.type)
+    plain = name.removesuffix(" | None")
+    text = TYPES_IN_WORDS.get(plain, plain)
+    if unit := field.metadata.get("unit"):
+        text += f" ({unit})"
+    return f"{text} or null" if name.endswith(" | None") else text

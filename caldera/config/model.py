@@ -1,4 +1,4 @@
-"""The keys of a model, its optimiser, its memory and its checkpoints."""
+"""The keys of a model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,44 @@ from typing import Any
 
 from omegaconf import II
 
-from caldera.config.fields import listed, mapping, nested, option, refused
+from caldera.config.fields import mapping, nested, option, refused
+from caldera.config.megatron import MegatronLoraConfig
+from caldera.config.optim import FSDPConfig
+from caldera.config.reasons import (
+    ALWAYS_PACKED,
+    COMPUTED_HEAD,
+    NEEDS_SHARDING,
+    NO_MTP,
+    NO_SHARED_MEMORY,
+)
 
-ALWAYS_PACKED = "sequences are always packed without padding; leave the key out"
-NEEDS_SHARDING = "the FSDP engine is not part of this release; one process holds the whole model"
-LOG_PROBS_CHUNKED = "log-probs and entropy always come from the chunked head; leave the key out"
-CONTENTS = ("model", "optimizer", "extra", "hf_model")
+NO_TILES = "layers are computed whole"
+
+
+@dataclass
+class FusedKernelConfig:
+    impl_backend: str = refused("torch", COMPUTED_HEAD)
+
+
+@dataclass
+class TiledMlpConfig:
+    enabled: bool = refused(False, NO_TILES)
+    num_shards: int = refused(4, NO_TILES)
+
+
+@dataclass
+class MtpConfig:
+    enable: bool = refused(False, NO_MTP)
+    enable_train: bool = refused(False, NO_MTP)
+    enable_rollout: bool = refused(False, NO_MTP)
+    detach_encoder: bool = refused(False, NO_MTP)
+    mtp_loss_scaling_factor: float = refused(0.1, NO_MTP)
+    speculative_algorithm: str = refused("EAGLE", NO_MTP)
+    speculative_num_steps: int = refused(2, NO_MTP, met=(3,))
+    speculative_eagle_topk: int = refused(2, NO_MTP, met=(1,))
+    speculative_num_draft_tokens: int = refused(4, NO_MTP)
+    method: str = refused("mtp", NO_MTP)
+    num_speculative_tokens: int = refused(1, NO_MTP)
 
 
 @dataclass
@@ -22,7 +54,7 @@ class ModelConfig:
     hf_config_path: str | None = refused(None, "the config comes from model.path")
     tokenizer_path: str | None = None
     """Folder or hub name of the tokenizer; null: model.path."""
-    use_shm: bool = refused(False, "weights are read from where they are")
+    use_shm: bool = refused(False, NO_SHARED_MEMORY)
     trust_remote_code: bool = False
     """Whether code that comes with the model may run."""
     custom_chat_template: str | None = None
@@ -45,7 +77,11 @@ class ModelConfig:
     """Module names that get none: a list or a regular expression."""
     lora_adapter_path: str | None = refused(None, "training starts from a fresh adapter")
     use_liger: bool = refused(False, "Liger kernels are not part of this release")
-    use_fused_kernels: bool = refused(False, LOG_PROBS_CHUNKED)
+    use_fused_kernels: bool = refused(False, COMPUTED_HEAD)
+    fused_kernel_options: FusedKernelConfig = nested(FusedKernelConfig)
+    tiled_mlp: TiledMlpConfig = nested(TiledMlpConfig)
+    mtp: MtpConfig = nested(MtpConfig)
+    lora: MegatronLoraConfig = nested(MegatronLoraConfig)
 
 
 @dataclass
@@ -58,74 +94,5 @@ class CriticModelConfig(ModelConfig):
     """Modules that are imported before the model is built."""
     trust_remote_code: bool = II("actor_rollout_ref.model.trust_remote_code")
     """Whether code that comes with the model may run."""
-    fsdp_config: FSDPConfig = nested(lambda: FSDPConfig())
+    fsdp_config: FSDPConfig = nested(FSDPConfig)
     """Precision and memory of the critic."""
-
-
-@dataclass
-class WrapPolicyConfig:
-    min_num_params: int = refused(0, NEEDS_SHARDING)
-
-
-@dataclass
-class FSDPConfig:
-    wrap_policy: WrapPolicyConfig = nested(WrapPolicyConfig)
-    param_offload: bool = False
-    """Keep parameters in host memory between phases (on a GPU)."""
-    optimizer_offload: bool = False
-    """Keep the optimiser's state in host memory between updates (on a GPU)."""
-    offload_policy: bool = refused(False, NEEDS_SHARDING)
-    reshard_after_forward: bool = refused(True, NEEDS_SHARDING)
-    fsdp_size: int = refused(-1, NEEDS_SHARDING)
-    forward_prefetch: bool = refused(False, NEEDS_SHARDING)
-    model_dtype: str = option("fp32", choices=("fp32", "bf16"))
-    """Precision in which parameters are kept and updated."""
-    dtype: str | None = option(None, choices=("float32", "bfloat16"))
-    """Precision of the computation; null: bfloat16 on CUDA, float32 on a CPU."""
-    seed: int = 42
-    """Seed of freshly initialised weights, such as a value head or an adapter."""
-
-
-@dataclass
-class OptimizerConfig:
-    optimizer: str = "AdamW"
-    """Class name of the optimiser."""
-    optimizer_impl: str = "torch.optim"
-    """Module that holds the class."""
-    lr: float = option(1e-6, minimum=0)
-    """Peak learning rate."""
-    lr_warmup_steps_ratio: float = option(0.0, minimum=0, maximum=1)
-    """Warm-up as a share of all steps; used when lr_warmup_steps is negative."""
-    lr_warmup_steps: int = -1
-    """Warm-up in steps; negative: taken from lr_warmup_steps_ratio."""
-    total_training_steps: int = -1
-    """Length of the schedule in steps; the trainer fills it in."""
-    weight_decay: float = option(0.01, minimum=0)
-    """Decoupled weight decay."""
-    betas: list[float] = listed(0.9, 0.999)
-    """Decay rates of Adam's averages."""
-    min_lr_ratio: float = option(0.0, minimum=0, maximum=1)
-    """Floor of the cosine schedule as a share of lr."""
-    num_cycles: float = 0.5
-    """Cycles of the cosine schedule."""
-    lr_scheduler_type: str = option("constant", choices=("constant", "cosine"))
-    """Shape of the schedule after the warm-up."""
-    warmup_style: str | None = option(None, choices=("constant", "cosine"))
-    """Older name of lr_scheduler_type; wins when set."""
-    override_optimizer_config: dict[str, Any] | None = mapping()
-    """Further arguments of the optimiser's class."""
-
-
-@dataclass
-class CriticOptimizerConfig(OptimizerConfig):
-    lr: float = option(1e-5, minimum=0)
-    """Peak learning rate."""
-
-
-@dataclass
-class CheckpointConfig:
-    save_contents: list[str] = listed("model", "optimizer", "extra")
-    """What a checkpoint holds; `hf_model` adds a Hugging Face folder with weights."""
-    load_contents: list[str] = II(".save_contents")
-    """What is read back on resume."""
-    async_save: bool = refused(False, "checkpoints are written before the next step starts")

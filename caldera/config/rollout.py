@@ -8,20 +8,31 @@ from typing import Any
 from omegaconf import II
 
 from caldera.config.fields import mapping, nested, option, refused
+from caldera.config.model import MtpConfig
+from caldera.config.profiling import ProfilerConfig
+from caldera.config.reasons import (
+    NEEDS_RAY,
+    NO_AGENTS,
+    NO_EXPERTS,
+    NO_MEGATRON,
+    NO_OTHER_SAMPLER,
+    NO_PROMETHEUS,
+    NO_TRACE,
+    ONE_DEVICE,
+)
 
-ONE_DEVICE = "sampling runs on one device in this release"
-NO_AGENTS = "agent loops are not part of this release"
+QUANTIZED = "samplers use the trainer's weights, which are not quantised"
 
 
 @dataclass
 class ValKwargs:
-    top_k: int = option(-1, minimum=-1)
+    top_k: int = option(-1, minimum=-1, unit="tokens")
     """Most likely tokens that may be drawn; -1: all."""
-    top_p: float = option(1.0, minimum=0, maximum=1)
+    top_p: float = option(1.0, minimum=0, maximum=1, unit="probability")
     """Probability mass that may be drawn."""
     temperature: float = option(0.0, minimum=0)
     """Divisor of the logits; 0: greedy."""
-    n: int = option(1, minimum=1)
+    n: int = option(1, minimum=1, unit="samples a prompt")
     """Answers per validation prompt."""
     do_sample: bool = False
     """Sample; false: greedy."""
@@ -33,69 +44,143 @@ class MultiTurnConfig:
     max_assistant_turns: int | None = refused(None, NO_AGENTS)
     max_user_turns: int | None = refused(None, NO_AGENTS)
     tool_config_path: str | None = refused(None, NO_AGENTS)
+    max_parallel_calls: int = refused(1, NO_AGENTS)
+    max_tool_response_length: int = refused(256, NO_AGENTS)
+    tool_response_truncate_side: str = refused("middle", NO_AGENTS)
     interaction_config_path: str | None = refused(None, NO_AGENTS)
+    use_inference_chat_template: bool = refused(False, NO_AGENTS)
+    tokenization_sanity_check_mode: str = refused("strict", NO_AGENTS)
     format: str = refused("hermes", NO_AGENTS)
+    num_repeat_rollouts: int | None = refused(None, NO_AGENTS)
+
+
+@dataclass
+class CustomServerConfig:
+    path: str | None = refused(None, NO_PROMETHEUS)
+    name: str | None = refused(None, NO_PROMETHEUS)
+
+
+@dataclass
+class AgentConfig:
+    num_workers: int = refused(8, NO_AGENTS)
+    default_agent_loop: str = refused("single_turn_agent", NO_AGENTS)
+    agent_loop_config_path: str | None = refused(None, NO_AGENTS)
+    custom_async_server: CustomServerConfig = nested(CustomServerConfig)
+
+
+@dataclass
+class CheckpointEngineConfig:
+    backend: str = refused("naive", NEEDS_RAY)
+    update_weights_bucket_megabytes: int = refused(2048, NEEDS_RAY)
+    engine_kwargs: dict[str, Any] = refused({}, NEEDS_RAY)
+
+
+@dataclass
+class TraceConfig:
+    backend: str | None = refused(None, NO_TRACE)
+    token2text: bool = refused(False, NO_TRACE)
+    max_samples_per_step_per_worker: int | None = refused(None, NO_TRACE)
+
+
+@dataclass
+class PrometheusConfig:
+    enable: bool = refused(False, NO_PROMETHEUS)
+    port: int = refused(9090, NO_PROMETHEUS)
+    file: str = refused("/tmp/ray/session_latest/metrics/prometheus/prometheus.yml", NO_PROMETHEUS)
+    served_model_name: str | None = refused(II("actor_rollout_ref.model.path"), NO_PROMETHEUS)
+
+
+@dataclass
+class LayerNameMap:
+    qkv_layer_name: str = refused("qkv", NO_MEGATRON)
+    gate_proj_layer_name: str = refused("gate_up", NO_MEGATRON)
 
 
 @dataclass
 class RolloutConfig:
     name: str | None = None
-    """Sampler; null: native."""
+    """Sampler: native, hf; null: native."""
     mode: str = option("async", choices=("sync", "async"))
     """How the trainer waits. A sample depends on its seed alone, so both give the same ones."""
     temperature: float = option(1.0, minimum=0)
     """Divisor of the logits in sampling and in training log-probs."""
-    top_k: int = option(-1, minimum=-1)
+    top_k: int = option(-1, minimum=-1, unit="tokens")
     """Most likely tokens that may be drawn; -1: all."""
-    top_p: float = option(1.0, minimum=0, maximum=1)
+    top_p: float = option(1.0, minimum=0, maximum=1, unit="probability")
     """Probability mass that may be drawn."""
     do_sample: bool = True
     """Sample; false: greedy."""
-    n: int = option(1, minimum=1)
+    n: int = option(1, minimum=1, unit="samples a prompt")
     """Answers per prompt."""
     seed: int = 42
     """Root of every sample's seed, with step, prompt and repetition."""
-    prompt_length: int = II("data.max_prompt_length")
-    """Width of the padded prompts, in tokens."""
-    response_length: int = II("data.max_response_length")
+    prompt_length: int = option(II("data.max_prompt_length"), minimum=1, unit="tokens")
+    """Width of the padded prompts."""
+    response_length: int = option(II("data.max_response_length"), minimum=1, unit="tokens")
     """Most tokens of an answer."""
     dtype: str | None = option(None, choices=("float32", "bfloat16"))
     """Precision of sampling; null: that of the parameters on a CPU, bfloat16 on CUDA."""
-    gpu_memory_utilization: float = option(0.5, minimum=0, maximum=1)
-    """Share of the GPU's memory that weights and cache may fill while sampling."""
+    gpu_memory_utilization: float = option(0.5, minimum=0, maximum=1, unit="share of memory")
+    """Memory of the GPU that weights and cache may fill while sampling."""
     ignore_eos: bool = False
     """Go on to the full length whatever is sampled."""
     enforce_eager: bool = False
     """Forbid captured graphs. The samplers of this release use none either way."""
+    cudagraph_capture_sizes: list[int] | None = refused(None, "no graphs are captured")
     free_cache_engine: bool = True
     """Return the cache's memory while training."""
     load_format: str = refused("dummy", "samplers use the trainer's weights; leave the key out")
     tensor_model_parallel_size: int = refused(1, ONE_DEVICE)
     data_parallel_size: int = refused(1, ONE_DEVICE)
+    expert_parallel_size: int = refused(1, ONE_DEVICE)
     pipeline_model_parallel_size: int = refused(1, ONE_DEVICE)
     enable_chunked_prefill: bool = refused(False, "the native sampler never splits a prompt")
-    max_num_batched_tokens: int = option(8192, minimum=1)
+    enable_prefix_caching: bool = refused(False, "the native sampler shares no prefixes")
+    max_num_batched_tokens: int = option(8192, minimum=1, unit="tokens")
     """Prompt tokens that one forward pass of the sampler takes."""
-    max_model_len: int | None = option(None, minimum=1)
+    max_model_len: int | None = option(None, minimum=1, unit="tokens")
     """Most tokens of prompt and answer together; null: prompt_length + response_length."""
-    max_num_seqs: int = option(256, minimum=1)
+    max_num_seqs: int = option(256, minimum=1, unit="sequences")
     """Sequences that are decoded at the same time."""
-    kv_cache_blocks: int | None = option(None, minimum=1)
-    """Pages of 16 tokens in the key/value cache; null: sized to memory and requests."""
+    kv_cache_blocks: int | None = option(None, minimum=1, unit="pages of 16 tokens")
+    """Size of the key/value cache; null: fitted to memory and requests."""
     logprobs_mode: str = option(
         "processed_logprobs", choices=("processed_logprobs", "raw_logprobs")
     )
     """Log-probs of samples after temperature and filters, or before."""
+    scheduling_policy: str = refused("fcfs", "requests are served in order")
+    disable_log_stats: bool = refused(True, NO_OTHER_SAMPLER)
     calculate_log_probs: bool = True
     """Keep the log-prob of each sampled token in the batch."""
-    log_prob_micro_batch_size: int | None = refused(None, "use log_prob_micro_batch_size_per_gpu")
-    log_prob_micro_batch_size_per_gpu: int | None = option(None, minimum=1)
+    log_prob_micro_batch_size: int | None = option(None, minimum=1, unit="samples")
+    """Deprecated: samples per pass over all devices."""
+    log_prob_micro_batch_size_per_gpu: int | None = option(None, minimum=1, unit="samples")
     """Samples per forward pass when log-probs are recomputed."""
     log_prob_use_dynamic_bsz: bool = II("actor_rollout_ref.actor.use_dynamic_bsz")
     """Form these micro-batches by tokens instead of by samples."""
-    log_prob_max_token_len_per_gpu: int = II("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    log_prob_max_token_len_per_gpu: int = option(
+        II("actor_rollout_ref.actor.ppo_max_token_len_per_gpu"), minimum=1, unit="tokens"
+    )
     """Tokens per micro-batch then."""
-    engine_kwargs: dict[str, Any] = mapping()
+    over_sample_rate: float = refused(0, "every answer is waited for")
+    multi_stage_wake_up: bool = refused(False, NO_OTHER_SAMPLER)
+    layered_summon: bool = refused(False, NO_OTHER_SAMPLER)
+    skip_rollout: bool = refused(False, "answers are sampled anew")
+    skip_dump_dir: str = refused(
+        "/tmp/rollout_dump", "answers are sampled anew", met=("~/.verl/rollout_dump",)
+    )
+    skip_tokenizer_init: bool = refused(True, NO_OTHER_SAMPLER)
+    enable_rollout_routing_replay: bool = refused(False, NO_EXPERTS)
+    quantization: str | None = refused(None, QUANTIZED)
+    quantization_config_file: str | None = refused(None, QUANTIZED)
+    engine_kwargs: dict[str, Any] = mapping(vllm={}, sglang={}, trtllm={})
     """Arguments of other samplers, by sampler; the native one has none."""
     val_kwargs: ValKwargs = nested(ValKwargs)
     multi_turn: MultiTurnConfig = nested(MultiTurnConfig)
+    agent: AgentConfig = nested(AgentConfig)
+    checkpoint_engine: CheckpointEngineConfig = nested(CheckpointEngineConfig)
+    trace: TraceConfig = nested(TraceConfig)
+    prometheus: PrometheusConfig = nested(PrometheusConfig)
+    profiler: ProfilerConfig = nested(ProfilerConfig)
+    mtp: MtpConfig = nested(MtpConfig)
+    layer_name_map: LayerNameMap = nested(LayerNameMap)

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from caldera.config.fields import listed, option, refused
+from caldera.config.reasons import NEEDS_RAY
 
 
 @dataclass
 class TrainerConfig:
     balance_batch: bool = True
     """Deal samples to ranks so that all have the same work."""
-    total_epochs: int = option(30, minimum=1)
+    total_epochs: int = option(30, minimum=1, unit="epochs")
     """Passes over the training data."""
-    total_training_steps: int | None = option(None, minimum=1)
+    total_training_steps: int | None = option(None, minimum=1, unit="steps")
     """Steps of the whole run; null: total_epochs times the batches of an epoch."""
     project_name: str = "caldera_examples"
     """Project under which loggers file the run."""
@@ -22,26 +23,26 @@ class TrainerConfig:
     """Name of the run."""
     logger: Any = listed("console", "file")
     """Where metrics go: names of loggers."""
-    log_val_generations: int = option(0, minimum=0)
+    log_val_generations: int = option(0, minimum=0, unit="samples")
     """Validation answers that are shown at each validation."""
     rollout_data_dir: str | None = None
     """Folder for every training answer, one JSON-lines file a step; null: not kept."""
     validation_data_dir: str | None = None
     """Folder for every validation answer; null: not kept."""
     nnodes: int = refused(1, "several nodes are not part of this release")
-    n_gpus_per_node: int | None = option(None, minimum=1)
+    n_gpus_per_node: int | None = option(None, minimum=1, unit="devices")
     """Devices (GPUs, or ranks on a CPU) a node; null: 1. This release takes no more than 1."""
     device: str | None = option(None, choices=("cuda", "cpu"))
     """Where models live; null: cuda where there is a GPU, else cpu."""
-    save_freq: int = -1
+    save_freq: int = option(-1, unit="steps")
     """Steps between checkpoints, the last step included; -1: none."""
-    test_freq: int = -1
+    test_freq: int = option(-1, unit="steps")
     """Steps between validations, the last step included; -1: none."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False
     """Validate and stop."""
-    critic_warmup: int = option(0, minimum=0)
+    critic_warmup: int = option(0, minimum=0, unit="steps")
     """First step in which the actor is trained; before it the critic trains alone."""
     resume_mode: str = option("auto", choices=("auto", "disable", "resume_path"))
     """Go on from the newest checkpoint, start anew, or go on from resume_from_path."""
@@ -51,7 +52,10 @@ class TrainerConfig:
     """Folder of the run: checkpoints, metrics, resolved config."""
     default_hdfs_dir: str | None = refused(None, "checkpoints are written to local folders")
     del_local_ckpt_after_load: bool = refused(False, "a checkpoint that was loaded is kept")
-    max_actor_ckpt_to_keep: int | None = option(None, minimum=1)
+    max_actor_ckpt_to_keep: int | None = option(None, minimum=1, unit="checkpoints")
     """Newest checkpoints whose actor is kept; null: all."""
-    max_critic_ckpt_to_keep: int | None = option(None, minimum=1)
+    max_critic_ckpt_to_keep: int | None = option(None, minimum=1, unit="checkpoints")
     """Newest checkpoints whose critic is kept; null: all."""
+    esi_redundant_time: int = refused(0, "checkpoints are written by save_freq alone")
+    ray_wait_register_center_timeout: int = refused(300, NEEDS_RAY)
+    use_legacy_worker_impl: str = refused("auto", "there is one implementation of the workers")

@@ -1,89 +1,55 @@
-"""Checks that need more than one key, and defaults that depend on the machine."""
+"""Checks that need more than one key."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from typing import Any
 
 from caldera.config.actor import ActorConfig
+from caldera.config.algorithm import RolloutCorrectionConfig
+from caldera.config.batches import check_batches
 from caldera.config.critic import CriticConfig
-from caldera.config.model import CONTENTS, FSDPConfig
+from caldera.config.fields import shown
+from caldera.config.machine import MOST_DEVICES, memories
+from caldera.config.optim import CONTENTS
 from caldera.config.ppo import PPOTrainerConfig
+from caldera.config.rollout_presets import check_rollout_correction, rollout_correction_preset
 from caldera.errors import ConfigError, UnsupportedError
 
 logger = logging.getLogger(__name__)
 
 OTHER_SAMPLERS = ("vllm", "sglang", "trtllm")
+CORRECTION = "algorithm.rollout_correction"
 
 
 def check_consistency(config: PPOTrainerConfig) -> None:
     """Keys fit together; lists that may be written as one string become lists."""
     _check_required(config)
-    config.data.train_files = _as_list(config.data.train_files)
-    config.data.val_files = _as_list(config.data.val_files)
-    config.trainer.logger = _as_list(config.trainer.logger)
+    config.data.train_files = _as_list("data.train_files", config.data.train_files)
+    config.data.val_files = _as_list("data.val_files", config.data.val_files)
+    config.trainer.logger = _as_list("trainer.logger", config.trainer.logger)
     if config.data.seed is None:
         config.data.seed = config.actor_rollout_ref.rollout.seed
     _check_world(config)
     _check_precision(config)
     _check_lists(config)
-    _check_batches(config)
-    _check_micro_batches(config)
+    _check_followers(config)
+    check_batches(config)
     _check_sampling(config)
-    _warn_of_clip_bounds(config)
+    _check_correction(config)  # before the algorithm's: it applies the preset
+    _check_algorithm(config)
+    _check_data(config)
+    _warn_of_doubtful_values(config)
 
 
-def needs_critic(config: PPOTrainerConfig) -> bool:
-    """A critic is trained."""
-    if config.critic.enable is not None:
-        return config.critic.enable
-    return config.algorithm.adv_estimator == "gae"
-
-
-def needs_reference(config: PPOTrainerConfig) -> bool:
-    """Log-probs of the reference are needed."""
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
-
-
-def resolve_for_machine(config: PPOTrainerConfig, gpus: int) -> list[str]:
-    """Fill in what depends on the machine; returns what was chosen, for a person to read."""
-    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    chosen = []
-    if trainer.device is None:
-        trainer.device = "cuda" if gpus else "cpu"
-        chosen.append(f"trainer.device={trainer.device}")
-    elif trainer.device == "cuda" and not gpus:
-        raise ConfigError("trainer.device='cuda': this machine has no usable GPU; takes cpu")
-    if trainer.n_gpus_per_node is None:
-        trainer.n_gpus_per_node = 1
-        chosen.append("trainer.n_gpus_per_node=1")
-    if rollout.name is None:
-        rollout.name = "native"
-        chosen.append("actor_rollout_ref.rollout.name=native")
-    for key, memory in _memories(config).items():
-        if memory.dtype is None:
-            memory.dtype = _default_dtype(trainer.device, memory)
-            chosen.append(f"{key}.dtype={memory.dtype}")
-    if rollout.dtype is None:
-        rollout.dtype = _default_dtype(trainer.device, config.actor_rollout_ref.actor.fsdp_config)
-        chosen.append(f"actor_rollout_ref.rollout.dtype={rollout.dtype}")
-    return chosen
-
-
-def _memories(config: PPOTrainerConfig) -> dict[str, FSDPConfig]:
-    return {
-        "actor_rollout_ref.actor.fsdp_config": config.actor_rollout_ref.actor.fsdp_config,
-        "actor_rollout_ref.ref.fsdp_config": config.actor_rollout_ref.ref.fsdp_config,
-        "critic.model.fsdp_config": config.critic.model.fsdp_config,
-    }
-
-
-def _default_dtype(device: str, memory: FSDPConfig) -> str:
-    """bfloat16 where it is fast, and where the parameters are; otherwise float32."""
-    return "bfloat16" if device == "cuda" or memory.model_dtype == "bf16" else "float32"
-
-
-def _as_list(value: object) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
+def _as_list(key: str, value: object) -> list[str]:
+    """One text is a list of one."""
+    items = value if isinstance(value, list) else [value]
+    texts = [item for item in items if isinstance(item, str)]
+    if len(texts) < len(items):
+        raise ConfigError(f"{key}={shown(value)}: takes text or a list of texts, such as [a,b]")
+    return texts
 
 
 def _check_required(config: PPOTrainerConfig) -> None:
@@ -102,11 +68,6 @@ def _check_required(config: PPOTrainerConfig) -> None:
 
 
 def _check_world(config: PPOTrainerConfig) -> None:
-    devices = config.trainer.n_gpus_per_node
-    if devices is not None and devices > 1:
-        raise UnsupportedError(
-            f"trainer.n_gpus_per_node={devices}: this release trains in one process; takes 1"
-        )
     strategies = {
         "actor_rollout_ref.actor.strategy": config.actor_rollout_ref.actor.strategy,
         "actor_rollout_ref.ref.strategy": config.actor_rollout_ref.ref.strategy,
@@ -117,6 +78,11 @@ def _check_world(config: PPOTrainerConfig) -> None:
             raise UnsupportedError(
                 f"{key}='megatron' is not part of this release; takes local, fsdp, fsdp2"
             )
+    devices = config.trainer.n_gpus_per_node
+    if devices is not None and devices > MOST_DEVICES:
+        raise UnsupportedError(
+            f"trainer.n_gpus_per_node={devices}: this release trains in one process; takes 1"
+        )
     sampler = config.actor_rollout_ref.rollout.name
     if sampler in OTHER_SAMPLERS:
         raise UnsupportedError(
@@ -125,14 +91,20 @@ def _check_world(config: PPOTrainerConfig) -> None:
         )
     for key, extra in {
         "actor_rollout_ref.rollout.engine_kwargs": config.actor_rollout_ref.rollout.engine_kwargs,
-        "ray_kwargs": config.ray_kwargs,
+        "ray_kwargs.ray_init": config.ray_kwargs.ray_init,
     }.items():
-        if extra:
-            raise UnsupportedError(f"{key}={extra!r}: nothing in this release takes it")
+        if given := _without_nulls(extra):
+            raise UnsupportedError(f"{key}={given!r}: nothing in this release takes it")
+
+
+def _without_nulls(extra: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that are given: null stands for one that is not."""
+    items = {k: _without_nulls(v) if isinstance(v, dict) else v for k, v in extra.items()}
+    return {key: value for key, value in items.items() if value is not None and value != {}}
 
 
 def _check_precision(config: PPOTrainerConfig) -> None:
-    for key, memory in _memories(config).items():
+    for key, memory in memories(config).items():
         if memory.model_dtype == "bf16" and memory.dtype == "float32":
             raise UnsupportedError(
                 f"{key}.dtype='float32' with {key}.model_dtype='bf16': parameters that are kept "
@@ -151,57 +123,27 @@ def _check_lists(config: PPOTrainerConfig) -> None:
             unknown = [item for item in getattr(checkpoint, key) if item not in CONTENTS]
             if unknown:
                 raise ConfigError(
-                    f"{name}.checkpoint.{key}: {', '.join(unknown)} is not one of "
-                    f"{', '.join(CONTENTS)}"
+                    f"{name}.checkpoint.{key}={getattr(checkpoint, key)}: {', '.join(unknown)} is "
+                    f"not one of {', '.join(CONTENTS)}"
                 )
         if len(role.optim.betas) != 2:
             raise ConfigError(f"{name}.optim.betas={role.optim.betas}: takes two numbers")
 
 
-def _check_batches(config: PPOTrainerConfig) -> None:
-    prompts = config.data.train_batch_size
-    minis = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.ppo_mini_batch_size}
-    if needs_critic(config):
-        minis["critic"] = config.critic.ppo_mini_batch_size
-    for name, mini in minis.items():
-        if mini > prompts or prompts % mini:
+def _check_followers(config: PPOTrainerConfig) -> None:
+    """Keys that repeat another one say the same."""
+    parts = config.actor_rollout_ref
+    n = parts.rollout.n
+    copies = {
+        "actor_rollout_ref.actor.rollout_n": parts.actor.rollout_n,
+        "actor_rollout_ref.ref.rollout_n": parts.ref.rollout_n,
+        "critic.rollout_n": config.critic.rollout_n,
+    }
+    for key, value in copies.items():
+        if value != n:
             raise ConfigError(
-                f"data.train_batch_size={prompts} prompts cannot be cut into mini-batches of "
-                f"{name}.ppo_mini_batch_size={mini} prompts: the first must be a multiple of the "
-                f"second ({prompts} = {prompts // mini} x {mini} + {prompts % mini})"
-            )
-
-
-def _check_micro_batches(config: PPOTrainerConfig) -> None:
-    actor, rollout, ref = (
-        config.actor_rollout_ref.actor,
-        config.actor_rollout_ref.rollout,
-        config.actor_rollout_ref.ref,
-    )
-    needed = [
-        ("actor_rollout_ref.actor", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz",
-         actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz),
-        ("actor_rollout_ref.rollout", "log_prob_micro_batch_size_per_gpu",
-         "log_prob_use_dynamic_bsz",
-         rollout.log_prob_micro_batch_size_per_gpu, rollout.log_prob_use_dynamic_bsz),
-    ]  # fmt: skip
-    if needs_reference(config):
-        needed.append(
-            ("actor_rollout_ref.ref", "log_prob_micro_batch_size_per_gpu",
-             "log_prob_use_dynamic_bsz",
-             ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz)
-        )  # fmt: skip
-    if needs_critic(config):
-        critic = config.critic
-        needed.append(
-            ("critic", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz",
-             critic.ppo_micro_batch_size_per_gpu, critic.use_dynamic_bsz)
-        )  # fmt: skip
-    for group, size_key, dynamic_key, size, dynamic in needed:
-        if size is None and not dynamic:
-            raise ConfigError(
-                f"{group}.{size_key}=null: give it a number of samples, "
-                f"or form micro-batches by tokens with {group}.{dynamic_key}=True"
+                f"{key}={value} and actor_rollout_ref.rollout.n={n} are both answers per prompt: "
+                "set the second alone"
             )
 
 
@@ -209,7 +151,7 @@ def _check_sampling(config: PPOTrainerConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature <= 0:
         raise ConfigError(
-            "actor_rollout_ref.rollout.val_kwargs.do_sample=True needs "
+            "actor_rollout_ref.rollout.val_kwargs.do_sample=True needs actor_rollout_ref.rollout."
             f"val_kwargs.temperature > 0, got {rollout.val_kwargs.temperature}"
         )
     if rollout.do_sample and rollout.temperature <= 0:
@@ -219,7 +161,103 @@ def _check_sampling(config: PPOTrainerConfig) -> None:
         )
 
 
-def _warn_of_clip_bounds(config: PPOTrainerConfig) -> None:
+def _check_algorithm(config: PPOTrainerConfig) -> None:
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    estimator = algorithm.adv_estimator
+    if "optimal_token_baseline" in estimator and not actor.calculate_sum_pi_squared:
+        raise ConfigError(
+            f"algorithm.adv_estimator={estimator!r} needs "
+            "actor_rollout_ref.actor.calculate_sum_pi_squared=True"
+        )
+    if "optimal_token_baseline" in estimator and algorithm.rollout_correction.bypass_mode:
+        raise ConfigError(
+            f"algorithm.adv_estimator={estimator!r} needs the trainer's own log-probs, which "
+            "algorithm.rollout_correction.bypass_mode=True leaves out"
+        )
+    if estimator == "gdpo" and not algorithm.gdpo_reward_keys:
+        raise ConfigError(
+            "algorithm.adv_estimator='gdpo' needs algorithm.gdpo_reward_keys=[...]: the names of "
+            "the scorer's values"
+        )
+    if algorithm.use_pf_ppo and estimator != "gae":
+        raise ConfigError(
+            f"algorithm.use_pf_ppo=True goes with algorithm.adv_estimator=gae, not {estimator!r}"
+        )
+    groups = algorithm.filter_groups
+    if groups.enable and not groups.metric:
+        raise ConfigError(
+            "algorithm.filter_groups.enable=True needs algorithm.filter_groups.metric: acc, "
+            "score, seq_reward, seq_final_reward, or another value of the scorer's"
+        )
+    if groups.enable and config.actor_rollout_ref.rollout.n < 2:
+        raise ConfigError(
+            "algorithm.filter_groups.enable=True compares the answers to a prompt: it needs "
+            f"actor_rollout_ref.rollout.n of at least 2, got {config.actor_rollout_ref.rollout.n}"
+        )
+    if config.data.gen_batch_size is not None and not groups.enable:
+        raise ConfigError(
+            f"data.gen_batch_size={config.data.gen_batch_size} prompts: without "
+            "algorithm.filter_groups.enable=True every step samples data.train_batch_size prompts"
+        )
+
+
+def _check_correction(config: PPOTrainerConfig) -> None:
+    """Apply the preset, check the values, and give the policy loss the same ones."""
+    correction = config.algorithm.rollout_correction
+    copied = config.actor_rollout_ref.actor.policy_loss.rollout_correction
+    if copied not in (correction, RolloutCorrectionConfig()):
+        raise ConfigError(
+            "actor_rollout_ref.actor.policy_loss.rollout_correction has the values of "
+            f"{CORRECTION}: set them there alone"
+        )
+    if correction.preset is not None:
+        _apply_preset(correction)
+    check_rollout_correction(correction)
+    config.actor_rollout_ref.actor.policy_loss.rollout_correction = correction
+    corrects = correction.bypass_mode or correction.rollout_is or correction.rollout_rs
+    if corrects and not config.actor_rollout_ref.rollout.calculate_log_probs:
+        raise ConfigError(
+            f"{CORRECTION} compares with the sampler's log-probs: it needs "
+            "actor_rollout_ref.rollout.calculate_log_probs=True"
+        )
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if correction.bypass_mode and loss_mode not in ("vanilla", "bypass_mode"):
+        raise ConfigError(
+            f"{CORRECTION}.bypass_mode=True brings its own policy loss: leave "
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode!r} out"
+        )
+    if correction.bypass_mode:
+        config.actor_rollout_ref.actor.policy_loss.loss_mode = "bypass_mode"
+    elif loss_mode == "bypass_mode":
+        raise ConfigError(
+            "actor_rollout_ref.actor.policy_loss.loss_mode='bypass_mode' needs "
+            f"{CORRECTION}.bypass_mode=True"
+        )
+
+
+def _apply_preset(correction: RolloutCorrectionConfig) -> None:
+    """The preset's values, except where a key was set to something else than its default."""
+    preset = rollout_correction_preset(str(correction.preset))
+    for field in dataclasses.fields(correction):
+        if field.name != "preset" and getattr(correction, field.name) == field.default:
+            setattr(correction, field.name, getattr(preset, field.name))
+
+
+def _check_data(config: PPOTrainerConfig) -> None:
+    sampler, data = config.data.sampler, config.data
+    if (sampler.class_path is None) != (sampler.class_name is None):
+        raise ConfigError(
+            f"data.sampler.class_path={shown(sampler.class_path)} and "
+            f"data.sampler.class_name={shown(sampler.class_name)} go together: give both"
+        )
+    if sampler.class_path is not None and data.dataloader_num_workers > 0:
+        raise ConfigError(
+            f"data.dataloader_num_workers={data.dataloader_num_workers}: a sampler of one's own "
+            "(data.sampler.class_path) needs 0, so that it hears of a batch before the next"
+        )
+
+
+def _warn_of_doubtful_values(config: PPOTrainerConfig) -> None:
     actor = config.actor_rollout_ref.actor
     low, high = actor.clip_ratio_low, actor.clip_ratio_high
     if (low is not None and low >= 0.5) or (high is not None and high >= 1):
@@ -228,4 +266,9 @@ def _warn_of_clip_bounds(config: PPOTrainerConfig) -> None:
             "not bounds of the ratio: usual values are 0.2 and 0.28",
             low,
             high,
+        )
+    if config.algorithm.use_kl_in_reward and actor.use_kl_loss:
+        logger.warning(
+            "algorithm.use_kl_in_reward and actor_rollout_ref.actor.use_kl_loss are both on: "
+            "the distance to the reference counts twice"
         )

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from caldera.config import PPOTrainerConfig, load_config
+
+sys.path.append(str(Path(__file__).parent))  # for verl_facts
 
 REQUIRED = {
     "data.train_files": "train.parquet",
@@ -14,6 +18,12 @@ REQUIRED = {
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "4",
     "critic.ppo_micro_batch_size_per_gpu": "4",
 }
+
+
+@pytest.fixture
+def required() -> list[str]:
+    """Overrides without which nothing loads."""
+    return [f"{key}={value}" for key, value in REQUIRED.items()]
 
 
 @pytest.fixture

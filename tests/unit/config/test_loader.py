@@ -17,16 +17,24 @@ from caldera.config import (
     known_keys,
     load_config,
 )
+from caldera.config.loader import SCHEMAS
 from caldera.errors import ConfigError, UnknownKeyError, UnsupportedError
 
 Load = Callable[..., PPOTrainerConfig]
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIG_DIR.glob("*.yaml")))
-def test_every_yaml_file_loads(name: str) -> None:
-    config = compose_config([], name, None)
-    assert isinstance(config, PPOTrainerConfig)
-    assert config.data.train_batch_size == 1024
+def test_every_yaml_file_loads() -> None:
+    assert sorted(SCHEMAS) == sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
+    for name, schema in SCHEMAS.items():
+        assert isinstance(compose_config([], name, None, schema), schema)
+
+
+def test_a_command_takes_its_own_files_alone() -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config([], "generation")
+    assert str(raised.value) == (
+        "--config-name=generation: this command takes ppo_trainer, ppo_megatron_trainer"
+    )
 
 
 def test_lengths_follow_the_data(load: Load) -> None:
@@ -63,11 +71,11 @@ def test_reference_and_rollout_follow_the_actor(load: Load) -> None:
     config = load(
         f"{actor}.strategy=fsdp2",
         f"{actor}.use_dynamic_bsz=True",
-        f"{actor}.ppo_max_token_len_per_gpu=99",
+        f"{actor}.ppo_max_token_len_per_gpu=2048",
     ).actor_rollout_ref
     assert config.ref.strategy == "fsdp2"
     for part in (config.ref, config.rollout):
-        assert (part.log_prob_use_dynamic_bsz, part.log_prob_max_token_len_per_gpu) == (True, 99)
+        assert (part.log_prob_use_dynamic_bsz, part.log_prob_max_token_len_per_gpu) == (True, 2048)
 
 
 def test_clip_bounds_follow_clip_ratio(load: Load) -> None:
@@ -102,6 +110,10 @@ def test_the_data_seed_is_the_rollouts_unless_given(load: Load) -> None:
         ("data.kl_loss_coef=0.1", "actor_rollout_ref.actor.kl_loss_coef"),
         ("+trainer.totl_epochs=3", "trainer.total_epochs"),
         ("data={trian_batch_size: 8}", "data.train_batch_size"),
+        ("actor_rollout_ref.actor.lr=0.1", "actor_rollout_ref.actor.optim.lr"),
+        ("critic.path=M", "critic.model.path"),
+        ("actor_rollout_ref.rolout.val_kwarg.n=4", "actor_rollout_ref.rollout.val_kwargs.n"),
+        ("critic.fsdp.param_ofload=True", "critic.model.fsdp_config.param_offload"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(load: Load, override: str, guess: str) -> None:
@@ -110,26 +122,52 @@ def test_an_unknown_key_names_the_nearest(load: Load, override: str, guess: str)
     assert str(raised.value).endswith(f"; did you mean {guess}?")
 
 
-def test_an_unknown_key_without_a_near_one(load: Load) -> None:
-    with pytest.raises(UnknownKeyError, match=r"^unknown config key 'zzzzz' in 'zzzzz=1'$"):
-        load("zzzzz=1")
+@pytest.mark.parametrize("override", ["zzzzz=1", "zzzzz={}", "zzzzz=null"])
+def test_an_unknown_key_without_a_near_one(load: Load, override: str) -> None:
+    with pytest.raises(UnknownKeyError, match=r"^unknown config key 'zzzzz'$"):
+        load(override)
 
 
 @pytest.mark.parametrize(
-    ("override", "key", "value"),
+    ("override", "value", "takes"),
     [
-        ("data.train_batch_size=many", "data.train_batch_size", "'many'"),
-        ("data.train_batch_size=1.5", "data.train_batch_size", "'1.5'"),
-        ("data.shuffle=maybe", "data.shuffle", "'maybe'"),
-        ("actor_rollout_ref.actor.optim.lr=fast", "actor_rollout_ref.actor.optim.lr", "'fast'"),
-        ("trainer=fast", "trainer", "fast"),
+        ("data.train_batch_size=many", "'many'", "takes a whole number (prompts)"),
+        ("data.train_batch_size=1.5", "1.5", "takes a whole number (prompts)"),
+        ("data.train_batch_size=null", "null", "takes a whole number (prompts)"),
+        ("data.gen_batch_size=few", "'few'", "takes a whole number (prompts) or null"),
+        ("data.shuffle=maybe", "'maybe'", "takes true or false"),
+        ("critic.optim.lr=fast", "'fast'", "takes a number"),
+        ("critic.optim.betas=[a,b]", "['a', 'b']", "takes a list of numbers, such as [0.9,0.99]"),
+        ("trainer.logger=5", "5", "takes text or a list of texts, such as [a,b]"),
+        ("trainer=fast", "'fast'", "is a group; set its keys, such as trainer.balance_batch=..."),
     ],
 )
-def test_a_wrong_type_names_key_and_value(load: Load, override: str, key: str, value: str) -> None:
+def test_a_wrong_type_names_key_and_value(
+    load: Load, override: str, value: str, takes: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         load(override)
-    assert str(raised.value).startswith(f"{key}: ")
-    assert value in str(raised.value)
+    key = override.partition("=")[0]
+    assert str(raised.value) == f"{key}={value}: {takes}"
+
+
+@pytest.mark.parametrize("override", ["data={}", "critic.fsdp={}", "distillation={}"])
+def test_a_group_may_be_empty(load: Load, override: str) -> None:
+    assert load(override) == load()
+
+
+def test_a_group_may_refer_to_another(load: Load) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    config = load(f"{rollout}.mtp=${{actor_rollout_ref.model.mtp}}")
+    assert config.actor_rollout_ref.rollout.mtp == config.actor_rollout_ref.model.mtp
+    with pytest.raises(ConfigError, match=r"val_kwargs=.*: Interpolation key 'nowhere' not found"):
+        load(f"{rollout}.val_kwargs=${{nowhere}}")
+
+
+def test_question_marks_are_a_value_that_is_not_given(load: Load) -> None:
+    assert load("actor_rollout_ref.rollout.name=???").actor_rollout_ref.rollout.name is None
+    with pytest.raises(ConfigError, match=r"^data\.train_files is required"):
+        load("data.train_files=???")
 
 
 def test_plus_of_a_known_key_is_a_plain_override(load: Load) -> None:
@@ -160,7 +198,7 @@ def test_keys_cannot_be_deleted(load: Load, override: str) -> None:
         load(override)
 
 
-@pytest.mark.parametrize("override", ["data.train_batch_size", "data.train_batch_size=[1", "a b=3"])
+@pytest.mark.parametrize("override", ["data.shuffle", "data.shuffle=[1", "a b=3", "=3", ""])
 def test_what_is_no_override_is_shown(load: Load, override: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load(override)
@@ -173,7 +211,10 @@ def test_values_that_a_shell_took_the_quotes_from(load: Load, value: str) -> Non
 
 
 def test_an_interpolation_that_leads_nowhere(load: Load) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.max_prompt_length: .*'data\.nothing'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^data\.max_prompt_length='\${data\.nothing}': .*'data\.nothing' not found",
+    ):
         load("data.max_prompt_length=${data.nothing}")
 
 
@@ -203,6 +244,45 @@ def test_an_unknown_key_in_the_users_file_names_the_nearest(tmp_path: Path) -> N
         load_config([], "mine", str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data: [1\n", r"^--config-name=mine: .*mine\.yaml\", line 2"),
+        ("trainer:\n  save_freq: 1\n  save_freq: 2\n", r"found duplicate key save_freq"),
+        ("defaults: [nowhere, _self_]\n", r"^In 'mine': Could not load 'nowhere'\.$"),
+        ("- data\n", r"^primary config 'mine' must be a DictConfig, got ListConfig$"),
+        ("trainer:\n", r"^trainer=null: is a group; set its keys, such as trainer\."),
+    ],
+)
+def test_a_file_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as raised:
+        load_config([], "mine", str(tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_of_the_users_may_stand_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("trainer:\n  save_freq: 8\n")
+    config = compose_config([], "mine", str(tmp_path), PPOTrainerConfig)
+    default = compose_config([], "ppo_trainer", None, PPOTrainerConfig)
+    assert config.trainer.save_freq == 8
+    config.trainer.save_freq = default.trainer.save_freq
+    assert config == default
+
+
+def test_a_group_chooses_its_file(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.yaml").write_text("train_batch_size: 6\n")
+    (tmp_path / "run.yaml").write_text("defaults: [ppo_trainer, _self_]\n")
+    config = compose_config(["data=mine"], "run", str(tmp_path), PPOTrainerConfig)
+    assert config.data.train_batch_size == 6
+    with pytest.raises(ConfigError, match=r"^data='other': takes one of legacy_data, mine \("):
+        compose_config(["data=other"], "run", str(tmp_path), PPOTrainerConfig)
+    config = compose_config(["model_engine=megatron"], "ppo_trainer", None, PPOTrainerConfig)
+    assert config == compose_config([], "ppo_megatron_trainer", None, PPOTrainerConfig)
+    assert config.critic.strategy == "megatron"
+
+
 def test_a_missing_file_lists_those_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--config-name=nope: .*\(there: .*ppo_trainer"):
         load_config([], "nope")
@@ -215,8 +295,15 @@ def test_yaml_round_trip(load: Load, tmp_path: Path) -> None:
     text = config_to_yaml(config)
     assert yaml.safe_load(text) == config_to_dict(config)
     assert "${" not in text
-    (tmp_path / "again.yaml").write_text(f"defaults: [ppo_trainer_schema, _self_]\n{text}")
-    assert load_config([], "again", str(tmp_path)) == config
+    for defaults in ("", "defaults: [ppo_trainer, _self_]\n"):
+        (tmp_path / "again.yaml").write_text(defaults + text)
+        assert load_config([], "again", str(tmp_path)) == config
+    correction = "algorithm.rollout_correction.rollout_is=token"
+    assert load_config([correction], "again", str(tmp_path)) == load(
+        "data.max_prompt_length=7",
+        "actor_rollout_ref.model.override_config.depth=3",
+        correction,
+    )
 
 
 def test_loading_twice_shares_nothing(load: Load) -> None:

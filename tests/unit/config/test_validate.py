@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from caldera.config import PPOTrainerConfig, needs_critic, needs_reference, resolve_for_machine
+from caldera.config import PPOTrainerConfig, needs_critic, needs_reference
 from caldera.errors import ConfigError, UnsupportedError
 
 Load = Callable[..., PPOTrainerConfig]
@@ -27,63 +27,6 @@ def test_resume_path_needs_a_path(load: Load) -> None:
     with pytest.raises(ConfigError, match=r"needs trainer\.resume_from_path"):
         load("trainer.resume_mode=resume_path")
     load("trainer.resume_mode=resume_path", "trainer.resume_from_path=somewhere/global_step_3")
-
-
-def test_a_batch_that_does_not_divide_names_both_numbers_and_units(load: Load) -> None:
-    with pytest.raises(ConfigError) as raised:
-        load("data.train_batch_size=10", f"{ACTOR}.ppo_mini_batch_size=4")
-    message = str(raised.value)
-    assert "data.train_batch_size=10 prompts" in message
-    assert f"{ACTOR}.ppo_mini_batch_size=4 prompts" in message
-    assert "(10 = 2 x 4 + 2)" in message
-
-
-def test_a_mini_batch_larger_than_the_batch(load: Load) -> None:
-    with pytest.raises(ConfigError, match=r"ppo_mini_batch_size=8 prompts.*\(4 = 0 x 8 \+ 4\)"):
-        load("data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=8")
-
-
-def test_the_critics_mini_batch_counts_only_where_there_is_a_critic(load: Load) -> None:
-    overrides = [
-        "data.train_batch_size=8",
-        f"{ACTOR}.ppo_mini_batch_size=4",
-        "critic.ppo_mini_batch_size=3",
-    ]
-    with pytest.raises(ConfigError, match=r"critic\.ppo_mini_batch_size=3 prompts"):
-        load(*overrides)
-    load(*overrides, "algorithm.adv_estimator=grpo")
-
-
-@pytest.mark.parametrize(
-    ("group", "key", "by_tokens"),
-    [
-        (ACTOR, "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
-        (ROLLOUT, "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
-        ("actor_rollout_ref.ref", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
-        ("critic", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
-    ],
-)
-def test_a_missing_micro_batch_size(load: Load, group: str, key: str, by_tokens: str) -> None:
-    with_reference = f"{ACTOR}.use_kl_loss=True"
-    with pytest.raises(ConfigError) as raised:
-        load(
-            with_reference,
-            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
-            f"{group}.{key}=null",
-        )
-    message = str(raised.value)
-    assert message.startswith(f"{group}.{key}=null: give it a number of samples")
-    assert message.endswith(f"{group}.{by_tokens}=True")
-
-
-def test_micro_batches_by_tokens_need_no_size(load: Load) -> None:
-    load(f"{ACTOR}.use_dynamic_bsz=True", without=f"{ACTOR}.ppo_micro_batch_size_per_gpu")
-
-
-def test_the_reference_needs_a_size_only_where_it_is_used(load: Load) -> None:
-    load()
-    with pytest.raises(ConfigError, match=r"^actor_rollout_ref\.ref\.log_prob_micro"):
-        load("algorithm.use_kl_in_reward=True")
 
 
 def test_who_needs_a_critic(load: Load) -> None:
@@ -134,6 +77,10 @@ def test_arguments_that_nothing_takes(load: Load, override: str) -> None:
         load(override)
 
 
+def test_arguments_at_null_are_not_given(load: Load) -> None:
+    load(f"{ROLLOUT}.engine_kwargs.vllm.seed=null", "ray_kwargs.ray_init.runtime_env.x=null")
+
+
 def test_bfloat16_parameters_do_not_compute_in_float32(load: Load) -> None:
     memory = f"{ACTOR}.fsdp_config"
     with pytest.raises(UnsupportedError, match=rf"^{memory}\.dtype='float32' with"):
@@ -144,7 +91,8 @@ def test_checkpoint_contents(load: Load) -> None:
     with pytest.raises(ConfigError) as raised:
         load("critic.checkpoint.save_contents=[model,optimiser]")
     assert str(raised.value) == (
-        "critic.checkpoint.save_contents: optimiser is not one of model, optimizer, extra, hf_model"
+        "critic.checkpoint.save_contents=['model', 'optimiser']: optimiser is not one of model, "
+        "optimizer, extra, hf_model"
     )
     load(f"{ACTOR}.checkpoint.save_contents=[model,hf_model]")
 
@@ -181,58 +129,34 @@ def test_clip_distances_that_look_like_bounds(
     assert ("are distances from 1, not bounds of the ratio" in caplog.text) is warned
 
 
-def test_defaults_of_a_machine_without_gpu(load: Load) -> None:
-    config = load()
-    chosen = resolve_for_machine(config, gpus=0)
-    parts = config.actor_rollout_ref
-    assert (config.trainer.device, config.trainer.n_gpus_per_node) == ("cpu", 1)
-    assert (parts.rollout.name, parts.rollout.dtype) == ("native", "float32")
-    for part in (parts.actor, parts.ref, config.critic.model):
-        assert part.fsdp_config.dtype == "float32"
-    assert "trainer.device=cpu" in chosen
-    assert f"{ROLLOUT}.dtype=float32" in chosen
-    assert "critic.model.fsdp_config.dtype=float32" in chosen
-    assert resolve_for_machine(config, gpus=0) == []
+def test_the_losss_copy_of_the_correction_is_not_set_by_itself(load: Load) -> None:
+    copy = f"{ACTOR}.policy_loss.rollout_correction"
+    with pytest.raises(ConfigError, match="has the values of"):
+        load(f"{copy}.rollout_is=token")
+    config = load("algorithm.rollout_correction.rollout_is=token")
+    assert config.actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is == "token"
 
 
-def test_defaults_of_a_machine_with_a_gpu(load: Load) -> None:
-    config = load()
-    assert "trainer.device=cuda" in resolve_for_machine(config, gpus=1)
-    assert config.actor_rollout_ref.rollout.dtype == "bfloat16"
-    assert config.actor_rollout_ref.actor.fsdp_config.dtype == "bfloat16"
-    assert config.critic.model.fsdp_config.dtype == "bfloat16"
+def test_statistics_between_commas_are_one_value(load: Load) -> None:
+    """Hydra takes such a list for several runs."""
+    key = "algorithm.rollout_correction"
+    correction = load(
+        f"{key}.rollout_rs=token_k1,seq_max_k2", f"{key}.rollout_rs_threshold=2.0,0.5"
+    ).algorithm.rollout_correction
+    assert correction.rollout_rs == "token_k1,seq_max_k2"
+    assert correction.rollout_rs_threshold == "2.0,0.5"
 
 
-def test_bfloat16_parameters_on_a_cpu(load: Load) -> None:
-    config = load(f"{ACTOR}.fsdp_config.model_dtype=bf16")
-    resolve_for_machine(config, gpus=0)
-    assert config.actor_rollout_ref.actor.fsdp_config.dtype == "bfloat16"
-    assert config.actor_rollout_ref.rollout.dtype == "bfloat16"
-    assert config.actor_rollout_ref.ref.fsdp_config.dtype == "float32"
+def test_a_preset_fills_what_is_left_at_its_default(load: Load) -> None:
+    key = "algorithm.rollout_correction"
+    preset = f"{key}.preset=decoupled_seq_is_rs"
+    correction = load(preset, f"{key}.rollout_is_threshold=3.0").algorithm.rollout_correction
+    assert (correction.rollout_is, correction.rollout_rs) == ("sequence", "seq_sum_k1")
+    assert (correction.rollout_is_threshold, correction.rollout_rs_threshold) == (3.0, "0.5_2.0")
 
 
-def test_what_is_given_stays(load: Load) -> None:
-    config = load(
-        "trainer.device=cpu",
-        "trainer.n_gpus_per_node=1",
-        f"{ROLLOUT}.name=hf",
-        f"{ROLLOUT}.dtype=bfloat16",
-    )
-    chosen = resolve_for_machine(config, gpus=1)
-    assert config.trainer.device == "cpu"
-    assert (config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.dtype) == (
-        "hf",
-        "bfloat16",
-    )
-    assert [text.partition("=")[0] for text in chosen] == [
-        f"{ACTOR}.fsdp_config.dtype",
-        "actor_rollout_ref.ref.fsdp_config.dtype",
-        "critic.model.fsdp_config.dtype",
-    ]
-
-
-def test_cuda_without_a_gpu(load: Load) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^trainer\.device='cuda': this machine has no usable GPU"
-    ):
-        resolve_for_machine(load("trainer.device=cuda"), gpus=0)
+def test_two_penalties_are_warned_of(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    size = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1"
+    with caplog.at_level(logging.WARNING, logger="caldera"):
+        load(size, "algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True")
+    assert "the distance to the reference counts twice" in caplog.text

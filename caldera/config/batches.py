@@ -1,0 +1,138 @@
+"""Checks of batch arithmetic: what must divide what, and in which unit."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from caldera.config.needs import needs_critic, needs_reference
+from caldera.config.ppo import PPOTrainerConfig
+from caldera.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+REF = "actor_rollout_ref.ref"
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The keys by which one pass over a batch is cut."""
+
+    group: str
+    node: Any
+    size_key: str
+    dynamic_key: str
+    tokens_key: str
+
+    @property
+    def size(self) -> int | None:
+        size: int | None = getattr(self.node, f"{self.size_key}_per_gpu")
+        return size
+
+    @property
+    def dynamic(self) -> bool:
+        return bool(getattr(self.node, self.dynamic_key))
+
+
+def check_batches(config: PPOTrainerConfig) -> None:
+    """Prompts, samples and tokens can be cut as the config says."""
+    devices = (config.trainer.n_gpus_per_node or 1) * config.trainer.nnodes
+    for part in _micro_batches(config):
+        _take_global_size(part, devices)
+    _check_mini_batches(config)
+    for part in _needed(config):
+        _check_micro_batch(part, config)
+    _check_devices(config, devices)
+
+
+def _micro_batches(config: PPOTrainerConfig) -> list[MicroBatches]:
+    parts = config.actor_rollout_ref
+    log_prob = ("log_prob_micro_batch_size", "log_prob_use_dynamic_bsz")
+    log_prob_tokens = "log_prob_max_token_len_per_gpu"
+    return [
+        MicroBatches(ACTOR, parts.actor, "ppo_micro_batch_size", "use_dynamic_bsz",
+                     "ppo_max_token_len_per_gpu"),
+        MicroBatches(ROLLOUT, parts.rollout, *log_prob, log_prob_tokens),
+        MicroBatches(REF, parts.ref, *log_prob, log_prob_tokens),
+        MicroBatches("critic", config.critic, "ppo_micro_batch_size", "use_dynamic_bsz",
+                     "ppo_max_token_len_per_gpu"),
+        MicroBatches("critic", config.critic, "forward_micro_batch_size", "use_dynamic_bsz",
+                     "forward_max_token_len_per_gpu"),
+    ]  # fmt: skip
+
+
+def _needed(config: PPOTrainerConfig) -> list[MicroBatches]:
+    needs = {"critic": needs_critic(config), REF: needs_reference(config)}
+    return [part for part in _micro_batches(config) if needs.get(part.group, True)]
+
+
+def _take_global_size(part: MicroBatches, devices: int) -> None:
+    """Honour the deprecated size over all devices by sharing it out."""
+    whole = getattr(part.node, part.size_key)
+    key, per_device = f"{part.group}.{part.size_key}", f"{part.size_key}_per_gpu"
+    # The critic's forward size follows its other one where it is not given itself.
+    follows = "forward" in key and whole == part.node.ppo_micro_batch_size
+    if whole is None or (follows and part.size is not None):
+        return
+    if part.size is not None and part.size * devices != whole:
+        raise ConfigError(
+            f"{key}={whole} samples over all devices and {key}_per_gpu={part.size} samples on each "
+            "are both set: give the second alone"
+        )
+    if whole % devices:
+        raise ConfigError(f"{key}={whole} samples cannot be shared by {devices} devices")
+    if not follows:
+        logger.warning("%s is deprecated; %s_per_gpu=%d says the same", key, key, whole // devices)
+    setattr(part.node, per_device, whole // devices)
+
+
+def _check_mini_batches(config: PPOTrainerConfig) -> None:
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    minis = {ACTOR: config.actor_rollout_ref.actor.ppo_mini_batch_size}
+    if needs_critic(config):
+        minis["critic"] = config.critic.ppo_mini_batch_size
+    for name, mini in minis.items():
+        if mini <= prompts and prompts % mini == 0:
+            continue
+        hint = ""
+        if n > 1 and mini > prompts and mini <= prompts * n:
+            hint = (
+                f"; ppo_mini_batch_size counts prompts, not samples: {mini} samples are "
+                f"{mini / n:g} prompts"
+            )
+        raise ConfigError(
+            f"data.train_batch_size={prompts} prompts cannot be cut into mini-batches of "
+            f"{name}.ppo_mini_batch_size={mini} prompts: the first must be a multiple of the "
+            f"second ({prompts} = {prompts // mini} x {mini} + {prompts % mini}){hint}"
+        )
+
+
+def _check_micro_batch(part: MicroBatches, config: PPOTrainerConfig) -> None:
+    if not part.dynamic:
+        if part.size is None:
+            raise ConfigError(
+                f"{part.group}.{part.size_key}_per_gpu=null: give it a number of samples, "
+                f"or form micro-batches by tokens with {part.group}.{part.dynamic_key}=True"
+            )
+        return
+    rollout = config.actor_rollout_ref.rollout
+    longest = rollout.prompt_length + rollout.response_length
+    budget = getattr(part.node, part.tokens_key)
+    if budget < longest:
+        raise ConfigError(
+            f"{part.group}.{part.tokens_key}={budget} tokens cannot hold one sample of up to "
+            f"{longest} tokens ({ROLLOUT}.prompt_length={rollout.prompt_length} + "
+            f"{ROLLOUT}.response_length={rollout.response_length}); takes at least {longest}"
+        )
+
+
+def _check_devices(config: PPOTrainerConfig, devices: int) -> None:
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    if (prompts * n) % devices:
+        raise ConfigError(
+            f"data.train_batch_size={prompts} prompts x {ROLLOUT}.n={n} = {prompts * n} samples "
+            f"cannot be shared by {devices} devices (trainer.n_gpus_per_node x trainer.nnodes)"
+        )

@@ -1,0 +1,51 @@
+"""Defaults that depend on the machine."""
+
+from __future__ import annotations
+
+from caldera.config.optim import FSDPConfig
+from caldera.config.ppo import PPOTrainerConfig
+from caldera.errors import ConfigError
+
+MOST_DEVICES = 1
+"""Devices that this release drives."""
+
+
+def resolve_for_machine(config: PPOTrainerConfig, gpus: int) -> list[str]:
+    """Fill in what depends on the machine; returns what was chosen, for a person to read."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    chosen = []
+    if trainer.device is None:
+        trainer.device = "cuda" if gpus else "cpu"
+        chosen.append(f"trainer.device={trainer.device}")
+    elif trainer.device == "cuda" and not gpus:
+        raise ConfigError("trainer.device='cuda': this machine has no usable GPU; takes cpu")
+    if trainer.n_gpus_per_node is None:
+        there = gpus if trainer.device == "cuda" else 1
+        trainer.n_gpus_per_node = min(there, MOST_DEVICES)
+        more = f" (of {there}: this release drives one)" if there > MOST_DEVICES else ""
+        chosen.append(f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}{more}")
+    if rollout.name is None:
+        rollout.name = "native"
+        chosen.append("actor_rollout_ref.rollout.name=native")
+    for key, memory in memories(config).items():
+        if memory.dtype is None:
+            memory.dtype = _default_dtype(trainer.device, memory)
+            chosen.append(f"{key}.dtype={memory.dtype}")
+    if rollout.dtype is None:
+        rollout.dtype = _default_dtype(trainer.device, config.actor_rollout_ref.actor.fsdp_config)
+        chosen.append(f"actor_rollout_ref.rollout.dtype={rollout.dtype}")
+    return chosen
+
+
+def memories(config: PPOTrainerConfig) -> dict[str, FSDPConfig]:
+    """Precision and memory of each role, by key."""
+    return {
+        "actor_rollout_ref.actor.fsdp_config": config.actor_rollout_ref.actor.fsdp_config,
+        "actor_rollout_ref.ref.fsdp_config": config.actor_rollout_ref.ref.fsdp_config,
+        "critic.model.fsdp_config": config.critic.model.fsdp_config,
+    }
+
+
+def _default_dtype(device: str, memory: FSDPConfig) -> str:
+    """bfloat16 where it is fast, and where the parameters are; otherwise float32."""
+    return "bfloat16" if device == "cuda" or memory.model_dtype == "bf16" else "float32"

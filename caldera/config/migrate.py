@@ -1,0 +1,201 @@
+"""Keys of other generations of verl: moved ones go to their place here, others are refused.
+
+Caldera's keys are those of verl 0.5 to 0.7. Later releases moved some groups and added others.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from caldera.config.fields import shown
+from caldera.config.reasons import (
+    COMPUTED_HEAD,
+    NEEDS_RAY,
+    NO_AGENTS,
+    NO_EXPERTS,
+    NO_IMAGES,
+    NO_MEGATRON,
+    NO_OTHER_SAMPLER,
+    NO_PROFILER,
+    NO_REWARD_MODEL,
+    NO_TRACE,
+)
+from caldera.errors import ConfigError, UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+Tree = dict[str, Any]
+
+MOVED = {
+    "reward.custom_reward_function": "custom_reward_function",
+    "reward.reward_manager": "reward_manager",
+    "reward.reward_kwargs": "reward_model.reward_kwargs",
+    "reward.num_workers": "reward_model.num_workers",
+    "reward.reward_model.model_path": "reward_model.model.path",
+    "reward.reward_model": "reward_model",
+    "reward.sandbox_fusion": "reward_model.sandbox_fusion",
+    "sandbox_fusion": "reward_model.sandbox_fusion",
+    "critic.fsdp": "critic.model.fsdp_config",
+    "skip.rollout.enable": "actor_rollout_ref.rollout.skip_rollout",
+    "skip.rollout.dump_dir": "actor_rollout_ref.rollout.skip_dump_dir",
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes": (
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+    ),
+    "trainer.profile_steps": "global_profiler.steps",
+}
+"""Group or key of another release -> its place here; the longest match counts."""
+EMPTIED = ("custom_reward_function.", "reward_model.")
+"""Groups that later releases left behind when they moved them, with null for what is not given."""
+
+NO_QUANTIZED_TRAINING = "training with quantised weights is not part of this release"
+LATER_REASONS = {
+    "actor_rollout_ref.actor.checkpoint.strict": "a checkpoint either fits or is an error",
+    "actor_rollout_ref.rollout.disaggregation": NO_OTHER_SAMPLER,
+    "actor_rollout_ref.rollout.checkpoint_engine": NEEDS_RAY,
+    "actor_rollout_ref.rollout.moe_load_balance_metrics_interval": NO_EXPERTS,
+    "actor_rollout_ref.rollout.multi_turn": NO_AGENTS,
+    "actor_rollout_ref.rollout.trace": NO_TRACE,
+    "actor_rollout_ref.rollout.full_determinism": "kernels are those that torch picks",
+    "actor_rollout_ref.rollout": NEEDS_RAY,
+    "critic.loss_scale_factor": "the critic's loss is scaled by the response length",
+    "data.function_tool_path": NO_AGENTS,
+    "data": NO_IMAGES,
+    "distillation": "distillation from a teacher is not part of this release",
+    "reward.reward_model": NO_REWARD_MODEL,
+    "ray_kwargs": NEEDS_RAY,
+    "skip": "answers are sampled anew",
+    "trainer.use_v1": "there is one trainer; leave the key out",
+    "trainer.v1": "asynchronous training is not part of this release",
+    "transfer_queue": NEEDS_RAY,
+}
+"""Why keys of later releases are refused, by the longest prefix."""
+REASONS_BY_PART = {
+    "profiler": NO_PROFILER,
+    "global_profiler": NO_PROFILER,
+    "megatron": NO_MEGATRON,
+    "mbridge_config": NO_MEGATRON,
+    "zero_indexed_step": "the first step of a schedule is step 0",
+    "optim": NO_MEGATRON,
+    "qat": NO_QUANTIZED_TRAINING,
+    "turbo_config": "the turbo engine is not part of this release",
+    "entropy_from_logits_chunk_size": COMPUTED_HEAD,
+    "pad_to_length": "sequences are packed without padding",
+    "pad_to_length_bucket": "sequences are packed without padding",
+}
+"""The same for parts that stand in several groups."""
+
+
+@cache
+def later_keys() -> dict[str, Any]:
+    """Keys that only later releases of verl have, with their defaults there."""
+    lines = (Path(__file__).parent / "later_keys.tsv").read_text(encoding="utf-8").splitlines()
+    pairs = (line.split("\t") for line in lines)
+    return {key: json.loads(default) for key, default in pairs}
+
+
+def later_reason(key: str) -> str:
+    """Why a key of a later release is refused."""
+    parts = key.split(".")
+    for part in reversed(parts):
+        if part in REASONS_BY_PART:
+            return REASONS_BY_PART[part]
+    for length in range(len(parts), 0, -1):
+        if reason := LATER_REASONS.get(".".join(parts[:length])):
+            return reason
+    raise AssertionError(f"no reason for {key}")
+
+
+def moved_to(key: str) -> str | None:
+    """Where a key of another release is found here, or None."""
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        if place := MOVED.get(".".join(parts[:length])):
+            return ".".join([place, *parts[length:]])
+    return None
+
+
+def migrate(leaves: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """Known keys alone, moved ones in their place here; keys of no release stay as they are."""
+    placed: dict[str, Any] = {}
+    given_as: dict[str, str] = {}
+    moved: dict[str, str] = {}
+    for key, value in leaves.items():
+        place = key
+        if key not in known and (new_place := moved_to(key)) in known:
+            assert new_place is not None
+            place = new_place
+        elif is_target(key):
+            check_target(key, value)
+            continue
+        elif key not in known and key in later_keys():
+            check_later(key, value)
+            continue
+        if place in known and value is None and place.startswith(EMPTIED):
+            continue
+        if place in placed and placed[place] != value:
+            raise ConfigError(
+                f"{given_as[place]}={shown(placed[place])} and {key}={shown(value)} are one key: "
+                f"set {place} alone"
+            )
+        placed[place] = value
+        given_as.setdefault(place, key)
+        if place != key:
+            moved[key] = place
+    if moved:
+        logger.warning(
+            "keys of another release of verl were moved: %s",
+            ", ".join(f"{old} -> {new}" for old, new in sorted(moved.items())),
+        )
+    return placed
+
+
+def is_target(key: str) -> bool:
+    return key == "_target_" or key.endswith("._target_")
+
+
+def check_target(key: str, value: Any) -> None:
+    """A node's class is given by its place: naming verl's class there asks for nothing else."""
+    if not str(value).startswith("verl."):
+        raise UnsupportedError(
+            f"{key}={value!r} is not supported: the place of a node decides its class; "
+            "leave the key out"
+        )
+
+
+def check_later(key: str, value: Any) -> None:
+    """The default of a later release asks for nothing; any other value is refused."""
+    default = later_keys()[key]
+    if value not in (default, _without_references(default)):
+        raise UnsupportedError(f"{key}={shown(value)} is not supported: {later_reason(key)}")
+
+
+def _without_references(default: Any) -> Any:
+    """What a default is where the keys that it refers to are not set."""
+    resolved = OmegaConf.to_container(OmegaConf.create({"default": default}), resolve=True)
+    assert isinstance(resolved, dict)
+    return resolved["default"]
+
+
+def groups_of(keys: Iterable[str]) -> set[str]:
+    """Every group that holds one of the keys."""
+    parts = (key.split(".") for key in keys)
+    return {".".join(names[:length]) for names in parts for length in range(1, len(names))}
+
+
+def leaves_of(tree: Tree, known: Mapping[str, bool], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every (dotted key, value) of a tree; a key that is known to hold a value is not entered."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        place = key if key in known else moved_to(key)
+        is_leaf = place in known or key in later_keys()
+        if isinstance(value, dict) and value and not is_leaf:
+            yield from leaves_of(value, known, f"{key}.")
+        else:
+            yield key, value

@@ -1,0 +1,100 @@
+"""The configurations of generating answers to a file, and of scoring such a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from caldera.config.fields import nested, option
+from caldera.config.reward import CustomRewardFunctionConfig
+
+
+@dataclass
+class GenerationDataConfig:
+    path: str | None = None
+    """Parquet file with the prompts. Required."""
+    prompt_key: str = "prompt"
+    """Column with the chat messages."""
+    n_samples: int = option(5, minimum=1, unit="samples a prompt")
+    """Answers per prompt."""
+    output_path: str | None = None
+    """Parquet file that is written: the input and the column `responses`. Required."""
+    batch_size: int = option(128, minimum=1, unit="prompts")
+    """Prompts that are sampled at a time."""
+
+
+@dataclass
+class GenerationModelConfig:
+    path: str | None = None
+    """Folder or hub name of the Hugging Face model. Required."""
+    trust_remote_code: bool = False
+    """Whether code that comes with the model may run."""
+    external_lib: str | None = None
+    """Modules, separated by commas, that are imported before the model is built."""
+
+
+@dataclass
+class GenerationRolloutConfig:
+    name: str | None = None
+    """Sampler; null: native."""
+    temperature: float = option(1.0, minimum=0)
+    """Divisor of the logits; 0: greedy, with n_samples=1."""
+    top_k: int = option(50, minimum=-1, unit="tokens")
+    """Most likely tokens that may be drawn; -1: all."""
+    top_p: float = option(0.7, minimum=0, maximum=1, unit="probability")
+    """Probability mass that may be drawn."""
+    prompt_length: int = option(1536, minimum=1, unit="tokens")
+    """Most tokens of a prompt."""
+    response_length: int = option(512, minimum=1, unit="tokens")
+    """Most tokens of an answer."""
+    seed: int = 42
+    """Root of every sample's seed."""
+    dtype: str | None = option(None, choices=("float32", "bfloat16"))
+    """Precision of sampling; null: bfloat16 on CUDA, float32 on a CPU."""
+    gpu_memory_utilization: float = option(0.5, minimum=0, maximum=1, unit="share of memory")
+    """Memory of the GPU that weights and cache may fill."""
+    tensor_model_parallel_size: int = option(1, minimum=1, unit="devices")
+    """Devices that share one copy of the model."""
+    max_num_batched_tokens: int = option(8192, minimum=1, unit="tokens")
+    """Prompt tokens that one forward pass of the sampler takes."""
+    max_num_seqs: int = option(256, minimum=1, unit="sequences")
+    """Sequences that are decoded at the same time."""
+    ignore_eos: bool = False
+    """Go on to the full length whatever is sampled."""
+
+
+@dataclass
+class GenerationRunConfig:
+    nnodes: int = option(1, minimum=1, unit="nodes")
+    """Machines of the run."""
+    n_gpus_per_node: int | None = option(None, minimum=1, unit="devices")
+    """Devices a node; null: chosen from the machine."""
+    device: str | None = option(None, choices=("cuda", "cpu"))
+    """Where the model lives; null: cuda where there is a GPU, else cpu."""
+
+
+@dataclass
+class GenerationConfig:
+    data: GenerationDataConfig = nested(GenerationDataConfig)
+    model: GenerationModelConfig = nested(GenerationModelConfig)
+    rollout: GenerationRolloutConfig = nested(GenerationRolloutConfig)
+    trainer: GenerationRunConfig = nested(GenerationRunConfig)
+
+
+@dataclass
+class EvaluationDataConfig:
+    path: str | None = None
+    """Parquet file with answers. Required."""
+    prompt_key: str = "prompt"
+    """Column with the chat messages."""
+    response_key: str = "responses"
+    """Column with the answers."""
+    data_source_key: str = "data_source"
+    """Column that picks the scorer."""
+    reward_model_key: str = "reward_model"
+    """Column with the ground truth."""
+
+
+@dataclass
+class EvaluationConfig:
+    data: EvaluationDataConfig = nested(EvaluationDataConfig)
+    custom_reward_function: CustomRewardFunctionConfig = nested(CustomRewardFunctionConfig)

@@ -1,0 +1,112 @@
+"""The keys of optimisers, of precision and memory, and of checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import II
+
+from caldera.config.fields import listed, mapping, nested, option, refused
+from caldera.config.reasons import (
+    COMPUTED_HEAD,
+    DECIDED_BY_ROLE,
+    NEEDS_SHARDING,
+    NO_COMPILE,
+    NO_MEGATRON,
+)
+
+CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+
+@dataclass
+class OptimizerConfig:
+    optimizer: str = "AdamW"
+    """Class name of the optimiser."""
+    optimizer_impl: str = "torch.optim"
+    """Module that holds the class."""
+    lr: float = option(1e-6, minimum=0)
+    """Peak learning rate."""
+    lr_warmup_steps_ratio: float = option(0.0, minimum=0, maximum=1, unit="share of steps")
+    """Warm-up as a share of all steps; used when lr_warmup_steps is negative."""
+    lr_warmup_steps: int = option(-1, unit="steps")
+    """Warm-up in steps; negative: taken from lr_warmup_steps_ratio."""
+    total_training_steps: int = option(-1, unit="steps")
+    """Length of the schedule; the trainer fills it in."""
+    weight_decay: float = option(0.01, minimum=0)
+    """Decoupled weight decay."""
+    betas: list[float] = listed(0.9, 0.999)
+    """Decay rates of Adam's averages."""
+    clip_grad: float = refused(1.0, "the role's own grad_clip is the bound")
+    min_lr_ratio: float = option(0.0, minimum=0, maximum=1, unit="share of lr")
+    """Floor of the cosine schedule."""
+    num_cycles: float = option(0.5, unit="cycles")
+    """Cycles of the cosine schedule."""
+    lr_scheduler_type: str = option("constant", choices=("constant", "cosine"))
+    """Shape of the schedule after the warm-up."""
+    warmup_style: str | None = option(None, choices=("constant", "cosine"))
+    """Older name of lr_scheduler_type; wins when set."""
+    override_optimizer_config: dict[str, Any] | None = mapping()
+    """Further arguments of the optimiser's class."""
+    lr_warmup_init: float = refused(0.0, NO_MEGATRON)
+    lr_decay_steps: int | None = refused(None, NO_MEGATRON)
+    lr_decay_style: str = refused("constant", NO_MEGATRON)
+    min_lr: float = refused(0.0, NO_MEGATRON)
+    weight_decay_incr_style: str = refused("constant", NO_MEGATRON)
+    lr_wsd_decay_style: str = refused("exponential", NO_MEGATRON)
+    lr_wsd_decay_steps: int | None = refused(None, NO_MEGATRON)
+    use_checkpoint_opt_param_scheduler: bool = refused(False, NO_MEGATRON)
+
+
+@dataclass
+class CriticOptimizerConfig(OptimizerConfig):
+    lr: float = option(1e-5, minimum=0)
+    """Peak learning rate."""
+
+
+@dataclass
+class WrapPolicyConfig:
+    min_num_params: int = refused(0, NEEDS_SHARDING)
+
+
+@dataclass
+class FSDPConfig:
+    """Precision and memory of one role's model."""
+
+    wrap_policy: WrapPolicyConfig = nested(WrapPolicyConfig)
+    param_offload: bool = False
+    """Keep parameters in host memory between phases (on a GPU)."""
+    optimizer_offload: bool = False
+    """Keep the optimiser's state in host memory between updates (on a GPU)."""
+    offload_policy: bool = refused(False, NEEDS_SHARDING)
+    reshard_after_forward: bool = refused(True, NEEDS_SHARDING)
+    fsdp_size: int = refused(-1, NEEDS_SHARDING)
+    forward_prefetch: bool = refused(False, NEEDS_SHARDING)
+    model_dtype: str = option("fp32", choices=("fp32", "bf16"))
+    """Precision in which parameters are kept and updated."""
+    dtype: str | None = option(None, choices=("float32", "bfloat16"))
+    """Precision of the computation; null: bfloat16 on CUDA, float32 on a CPU."""
+    seed: int = 42
+    """Seed of freshly initialised weights, such as a value head or an adapter."""
+    use_orig_params: bool = refused(False, NEEDS_SHARDING)
+    full_determinism: bool = refused(False, "kernels are those that torch picks")
+    ulysses_sequence_parallel_size: int = refused(1, NEEDS_SHARDING)
+    entropy_from_logits_with_chunking: bool = refused(False, COMPUTED_HEAD, met=(True,))
+    use_torch_compile: bool = refused(True, NO_COMPILE, met=(False,))
+    entropy_checkpointing: bool = refused(False, COMPUTED_HEAD, met=(True,))
+    forward_only: bool = refused(False, DECIDED_BY_ROLE)
+    strategy: str = refused("fsdp", DECIDED_BY_ROLE, met=("fsdp2",))
+
+
+@dataclass
+class RefFSDPConfig(FSDPConfig):
+    forward_only: bool = refused(True, DECIDED_BY_ROLE)
+
+
+@dataclass
+class CheckpointConfig:
+    save_contents: list[str] = listed("model", "optimizer", "extra")
+    """What a checkpoint holds; `hf_model` adds a Hugging Face folder with weights."""
+    load_contents: list[str] = II(".save_contents")
+    """What is read back on resume."""
+    async_save: bool = refused(False, "checkpoints are written before the next step starts")

@@ -1,0 +1,88 @@
+"""Write docs/reference/config.md, the page of every config key, from the dataclasses.
+
+python scripts/write_reference.py           write the page
+python scripts/write_reference.py --check   fail if it is not up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from caldera.config import SHORT_PROFILE, PPOTrainerConfig
+from caldera.config.loader import known_keys
+from caldera.config.offline import EvaluationConfig, GenerationConfig
+from caldera.config.reference import (
+    describe,
+    later_table,
+    moved_table,
+    reference_tables,
+    short_table,
+)
+from caldera.config.sft import SFTTrainerConfig
+
+PAGE = Path(__file__).parents[1] / "docs/reference/config.md"
+
+
+def page() -> str:
+    """The whole page."""
+    infos = describe(PPOTrainerConfig)
+    refused = sum(info.refused for info in infos)
+    return f"""# Every config key
+
+<!-- Written by scripts/write_reference.py from the dataclasses in caldera/config. -->
+
+`caldera train` knows {len(known_keys())} keys: {len(infos) - refused} are honoured, {refused} are
+understood and refused, each with a reason. How keys are set is told in
+[Configuration](../configuration.md). "follows" names the key whose value is the default; a leading
+dot is a key of the same group.
+
+## The short profile
+
+The {len(SHORT_PROFILE)} keys that most runs set. `caldera train --cfg short` prints them as YAML.
+
+{short_table(PPOTrainerConfig)}
+## ppo_trainer and ppo_megatron_trainer
+
+{reference_tables(PPOTrainerConfig)}
+## Keys of other releases
+
+These move to their place here, with one warning a run:
+
+{moved_table()}
+These exist in later releases of verl only. Their defaults there are taken, and ask for nothing;
+any other value is refused:
+
+{later_table()}
+## sft_trainer
+
+The keys of supervised fine-tuning. Its entry point is not part of this release.
+
+{reference_tables(SFTTrainerConfig)}
+## generation
+
+The keys of generating answers to a file. Its entry point is not part of this release.
+
+{reference_tables(GenerationConfig)}
+## evaluation
+
+The keys of scoring such a file. Its entry point is not part of this release.
+
+{reference_tables(EvaluationConfig)}"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="fail if the page is not up to date")
+    if not parser.parse_args().check:
+        PAGE.parent.mkdir(parents=True, exist_ok=True)
+        PAGE.write_text(page(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != page():
+        print(f"{PAGE} is not up to date: run python scripts/write_reference.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Prompts, samples and tokens: what must divide what."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from caldera.config import PPOTrainerConfig
+from caldera.config.batches import check_batches
+from caldera.errors import ConfigError
+
+Load = Callable[..., PPOTrainerConfig]
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+REF = "actor_rollout_ref.ref"
+
+
+def test_a_batch_that_does_not_divide_names_both_numbers_and_units(load: Load) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load("data.train_batch_size=10", f"{ACTOR}.ppo_mini_batch_size=4")
+    message = str(raised.value)
+    assert "data.train_batch_size=10 prompts" in message
+    assert f"{ACTOR}.ppo_mini_batch_size=4 prompts" in message
+    assert "(10 = 2 x 4 + 2)" in message
+
+
+def test_a_mini_batch_larger_than_the_batch(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"ppo_mini_batch_size=8 prompts.*\(4 = 0 x 8 \+ 4\)"):
+        load("data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=8")
+
+
+def test_the_critics_mini_batch_counts_only_where_there_is_a_critic(load: Load) -> None:
+    overrides = [
+        "data.train_batch_size=8",
+        f"{ACTOR}.ppo_mini_batch_size=4",
+        "critic.ppo_mini_batch_size=3",
+    ]
+    with pytest.raises(ConfigError, match=r"critic\.ppo_mini_batch_size=3 prompts"):
+        load(*overrides)
+    load(*overrides, "algorithm.adv_estimator=grpo")
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "by_tokens"),
+    [
+        (ACTOR, "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
+        (ROLLOUT, "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
+        ("actor_rollout_ref.ref", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
+        ("critic", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
+    ],
+)
+def test_a_missing_micro_batch_size(load: Load, group: str, key: str, by_tokens: str) -> None:
+    with_reference = f"{ACTOR}.use_kl_loss=True"
+    with pytest.raises(ConfigError) as raised:
+        load(
+            with_reference,
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+            f"{group}.{key}=null",
+        )
+    message = str(raised.value)
+    assert message.startswith(f"{group}.{key}=null: give it a number of samples")
+    assert message.endswith(f"{group}.{by_tokens}=True")
+
+
+def test_micro_batches_by_tokens_need_no_size(load: Load) -> None:
+    load(f"{ACTOR}.use_dynamic_bsz=True", without=f"{ACTOR}.ppo_micro_batch_size_per_gpu")
+
+
+def test_the_reference_needs_a_size_only_where_it_is_used(load: Load) -> None:
+    load()
+    with pytest.raises(ConfigError, match=r"^actor_rollout_ref\.ref\.log_prob_micro"):
+        load("algorithm.use_kl_in_reward=True")
+
+
+def test_a_mini_batch_in_samples_is_told_apart(load: Load) -> None:
+    batch = ["data.train_batch_size=16", f"{ROLLOUT}.n=4"]
+    with pytest.raises(
+        ConfigError, match=r"counts prompts, not samples: 64 samples are 16 prompts"
+    ):
+        load(*batch, f"{ACTOR}.ppo_mini_batch_size=64")
+    with pytest.raises(ConfigError) as raised:
+        load(*batch, f"{ACTOR}.ppo_mini_batch_size=65")
+    assert "not samples" not in str(raised.value)
+    load(*batch, f"{ACTOR}.ppo_mini_batch_size=16")
+
+
+@pytest.mark.parametrize(
+    ("group", "size", "needs"),
+    [
+        (ACTOR, "ppo_micro_batch_size", ""),
+        (ROLLOUT, "log_prob_micro_batch_size", ""),
+        (REF, "log_prob_micro_batch_size", f"{ACTOR}.use_kl_loss=True"),
+        ("critic", "ppo_micro_batch_size", ""),
+    ],
+)
+def test_deprecated_sizes_are_honoured(
+    load: Load, caplog: pytest.LogCaptureFixture, group: str, size: str, needs: str
+) -> None:
+    more = [needs] if needs else []
+    with caplog.at_level(logging.WARNING):
+        config = load(*more, f"{group}.{size}=8", f"{group}.{size}_per_gpu=null")
+    parts = {"critic": config.critic, ACTOR: config.actor_rollout_ref.actor}
+    parts |= {REF: config.actor_rollout_ref.ref, ROLLOUT: config.actor_rollout_ref.rollout}
+    assert getattr(parts[group], f"{size}_per_gpu") == 8
+    assert caplog.messages == [
+        f"{group}.{size} is deprecated; {group}.{size}_per_gpu=8 says the same"
+    ]
+
+
+def test_deprecated_sizes_are_shared_out(load: Load) -> None:
+    config = load(f"{ACTOR}.ppo_micro_batch_size=8", f"{ACTOR}.ppo_micro_batch_size_per_gpu=8")
+    config.trainer.n_gpus_per_node = 2
+    actor = config.actor_rollout_ref.actor
+    with pytest.raises(ConfigError, match=r"=8 samples over all devices .*=8 samples on each"):
+        check_batches(config)
+    actor.ppo_micro_batch_size_per_gpu = None
+    check_batches(config)
+    assert actor.ppo_micro_batch_size_per_gpu == 4
+    actor.ppo_micro_batch_size, actor.ppo_micro_batch_size_per_gpu = 7, None
+    with pytest.raises(ConfigError, match=r"=7 samples cannot be shared by 2 devices$"):
+        check_batches(config)
+
+
+def test_the_critics_forward_size_follows_its_deprecated_one(load: Load) -> None:
+    deprecated = ["critic.ppo_micro_batch_size=8", "critic.ppo_micro_batch_size_per_gpu=null"]
+    assert load(*deprecated).critic.forward_micro_batch_size_per_gpu == 8
+    own = load(*deprecated, "critic.forward_micro_batch_size_per_gpu=16").critic
+    assert (own.ppo_micro_batch_size_per_gpu, own.forward_micro_batch_size_per_gpu) == (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("group", "dynamic", "tokens"),
+    [
+        (ACTOR, "use_dynamic_bsz", "ppo_max_token_len_per_gpu"),
+        (ROLLOUT, "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
+        ("critic", "use_dynamic_bsz", "forward_max_token_len_per_gpu"),
+    ],
+)
+def test_a_token_budget_holds_the_longest_sample(
+    load: Load, group: str, dynamic: str, tokens: str
+) -> None:
+    lengths = [
+        "data.max_prompt_length=60",
+        "data.max_response_length=40",
+        f"{group}.{dynamic}=True",
+    ]
+    load(*lengths, f"{group}.{tokens}=100")
+    with pytest.raises(ConfigError, match=rf"^{group}\.{tokens}=99 tokens .*; takes at least 100$"):
+        load(*lengths, f"{group}.{tokens}=99")
+    load(*lengths[:2], f"{group}.{tokens}=99")
+
+
+def test_samples_are_shared_by_the_devices(load: Load) -> None:
+    config = load("data.train_batch_size=6", f"{ACTOR}.ppo_mini_batch_size=6", f"{ROLLOUT}.n=2")
+    config.trainer.n_gpus_per_node = 8
+    with pytest.raises(ConfigError, match=r"n=2 = 12 samples cannot be shared by 8 devices"):
+        check_batches(config)
+    config.trainer.n_gpus_per_node = 4
+    check_batches(config)
+
+
+@pytest.mark.parametrize("key", [f"{ACTOR}.rollout_n", f"{REF}.rollout_n", "critic.rollout_n"])
+def test_answers_per_prompt_are_set_in_one_place(load: Load, key: str) -> None:
+    load(f"{key}=4", f"{ROLLOUT}.n=4")
+    with pytest.raises(ConfigError, match=rf"^{key}=4 and {ROLLOUT}\.n=8 are both answers"):
+        load(f"{key}=4", f"{ROLLOUT}.n=8")

@@ -1,0 +1,85 @@
+"""What is chosen from the machine, and what is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from caldera.config import PPOTrainerConfig, resolve_for_machine
+from caldera.errors import ConfigError, UnsupportedError
+
+Load = Callable[..., PPOTrainerConfig]
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+DTYPES = (
+    f"{ACTOR}.fsdp_config.dtype",
+    "actor_rollout_ref.ref.fsdp_config.dtype",
+    "critic.model.fsdp_config.dtype",
+    f"{ROLLOUT}.dtype",
+)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "devices", "dtype"),
+    [
+        (0, "cpu", "1", "float32"),
+        (1, "cuda", "1", "bfloat16"),
+        (8, "cuda", "1 (of 8: this release drives one)", "bfloat16"),
+    ],
+)
+def test_everything_that_is_chosen_is_told(
+    load: Load, gpus: int, device: str, devices: str, dtype: str
+) -> None:
+    config = load()
+    assert resolve_for_machine(config, gpus) == [
+        f"trainer.device={device}",
+        f"trainer.n_gpus_per_node={devices}",
+        f"{ROLLOUT}.name=native",
+        *(f"{key}={dtype}" for key in DTYPES),
+    ]
+    assert (config.trainer.device, config.trainer.n_gpus_per_node) == (device, 1)
+    assert config.actor_rollout_ref.rollout.name == "native"
+    parts = config.actor_rollout_ref
+    for part in (parts.actor, parts.ref, config.critic.model):
+        assert part.fsdp_config.dtype == dtype
+    assert parts.rollout.dtype == dtype
+    assert resolve_for_machine(config, gpus) == []
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_explicit_values_are_obeyed(load: Load, gpus: int) -> None:
+    given = ["trainer.device=cpu", "trainer.n_gpus_per_node=1", f"{ROLLOUT}.name=hf"]
+    config = load(*given, *(f"{key}=bfloat16" for key in DTYPES))
+    assert resolve_for_machine(config, gpus) == []
+    assert config.trainer.device == "cpu"
+    assert config.actor_rollout_ref.rollout.name == "hf"
+    assert config.actor_rollout_ref.rollout.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_a_cpu_that_is_asked_for_computes_in_float32(load: Load, gpus: int) -> None:
+    config = load("trainer.device=cpu")
+    chosen = resolve_for_machine(config, gpus)
+    assert chosen[0] == "trainer.n_gpus_per_node=1"
+    assert f"{ROLLOUT}.dtype=float32" in chosen
+
+
+def test_more_devices_than_are_driven_are_refused(load: Load) -> None:
+    with pytest.raises(UnsupportedError, match=r"^trainer\.n_gpus_per_node=8: .*; takes 1$"):
+        load("trainer.n_gpus_per_node=8")
+
+
+def test_bfloat16_parameters_on_a_cpu(load: Load) -> None:
+    config = load(f"{ACTOR}.fsdp_config.model_dtype=bf16")
+    resolve_for_machine(config, gpus=0)
+    assert config.actor_rollout_ref.actor.fsdp_config.dtype == "bfloat16"
+    assert config.actor_rollout_ref.rollout.dtype == "bfloat16"
+    assert config.actor_rollout_ref.ref.fsdp_config.dtype == "float32"
+
+
+def test_cuda_without_a_gpu(load: Load) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.device='cuda': this machine has no usable GPU"
+    ):
+        resolve_for_machine(load("trainer.device=cuda"), gpus=0)
