@@ -4,6 +4,9 @@ A mini-batch is what one optimiser step sees. It is cut into data-parallel ranks
 part into micro-batches. A mean taken in each micro-batch would weigh a token by the company it
 keeps; dividing by the counts of the whole mini-batch instead makes the parts add up to the whole:
 sum over micro-batches, mean over ranks (which is what gradient averaging does, hence `dp_size`).
+
+The classic normalisation, a mean in each micro-batch, is there for those who compare with programs
+that use it: `LossScale.classic`.
 """
 
 from __future__ import annotations
@@ -25,15 +28,17 @@ Count = int | Tensor  # a tensor stays on its device: counting need not wait for
 class LossScale:
     """The counts of a whole mini-batch, over all of its micro-batches and ranks."""
 
-    batch_num_tokens: Count
-    """Tokens in the loss mask."""
-    global_batch_size: Count
-    """Sequences with at least one such token."""
+    batch_num_tokens: Count | None
+    """Tokens in the loss mask; None, in the classic normalisation, counts the matrix at hand."""
+    global_batch_size: Count | None
+    """Sequences with at least one such token; None as above."""
     dp_size: int = 1
     """Ranks whose gradients are averaged."""
     response_length: int | None = None
     """Width R of the mini-batch, the default divisor of seq-mean-token-sum-norm. Engines that
     trim or pack their micro-batches must give it; None takes the width at hand."""
+    weight: float = 1.0
+    """Factor of everything that is aggregated: a micro-batch's weight in the classic one."""
 
     @classmethod
     def from_mask(cls, mask: Tensor, dp_size: int = 1) -> LossScale:
@@ -46,6 +51,16 @@ class LossScale:
             response_length=mask.shape[-1],
         )
 
+    @classmethod
+    def classic(cls, weight: float, response_length: int | None = None) -> LossScale:
+        """The scale of one micro-batch that is aggregated on its own, its result times `weight`.
+
+        The weight is 1 / (number of the rank's micro-batches) when all have the same size, and
+        (rows of this one) / (rows of the rank's mini-batch) when they are formed by tokens. Loss
+        and gradient then depend on how the mini-batch is cut.
+        """
+        return cls(None, None, response_length=response_length, weight=weight)
+
     def aggregate(
         self,
         loss_mat: Tensor,
@@ -56,7 +71,7 @@ class LossScale:
         """`agg_loss` with these counts."""
         if loss_scale_factor is None:
             loss_scale_factor = self.response_length
-        return agg_loss(
+        loss = agg_loss(
             loss_mat,
             loss_mask,
             loss_agg_mode,
@@ -65,6 +80,7 @@ class LossScale:
             global_batch_size=self.global_batch_size,
             loss_scale_factor=loss_scale_factor,
         )
+        return loss * self.weight
 
     def token_mean(self, values: Tensor, mask: Tensor) -> Tensor:
         """This micro-batch's share of a metric's mean over the tokens of the mini-batch.
@@ -72,6 +88,12 @@ class LossScale:
         The shares combine as losses do: sum over micro-batches, mean over ranks.
         """
         return self.aggregate(values.detach(), mask, "token-mean")
+
+    def share_of_mean(self, mean: Tensor, mask: Tensor) -> Tensor:
+        """The share of a mean that was taken over this micro-batch's tokens, with its gradient."""
+        tokens = mask.bool().sum()
+        divisor = _divisor("batch_num_tokens", self.batch_num_tokens, tokens, self.dp_size)
+        return mean * tokens / divisor * self.dp_size * self.weight
 
 
 def agg_loss(

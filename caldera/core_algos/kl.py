@@ -40,7 +40,7 @@ _ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
 _ALIASES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 
 KL_PENALTIES = (*_ESTIMATES, *_ALIASES)
-"""Each may be followed by `+`."""
+"""Estimates from the sampled tokens; each may be followed by `+`."""
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
@@ -50,17 +50,18 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     difference, whose expectation is the gradient of the KL itself.
     """
     difference = logprob - ref_logprob
-    name = kl_penalty.removesuffix("+")
-    if name == "full":
+    if kl_penalty == "full":
         raise UnsupportedError(
-            f"kl_penalty={kl_penalty!r} needs the log-probabilities of the whole vocabulary, and"
-            f" only those of the sampled tokens are kept; choose from: {', '.join(KL_PENALTIES)}"
+            "kl_penalty='full' is a sum over the whole vocabulary and cannot be told from the"
+            " log-probabilities of sampled tokens: it is the engine's output full_kl; estimates"
+            f" from sampled tokens are: {', '.join(KL_PENALTIES)}"
         )
+    name = kl_penalty.removesuffix("+")
     name = _ALIASES.get(name, name)
     if name not in _ESTIMATES:
         raise ConfigError(
             f"kl_penalty={kl_penalty!r} is not one of: {', '.join(KL_PENALTIES)},"
-            " each with an optional trailing '+'"
+            " each with an optional trailing '+', or full"
         )
     estimate = _ESTIMATES[name](difference)
     if not kl_penalty.endswith("+"):
@@ -102,7 +103,8 @@ class FixedKLController:
 
 class AdaptiveKLController:
     """Raises the coefficient while the KL is above its target and lowers it below, by at most a
-    fifth every `horizon` samples."""
+    fifth every `horizon` samples. An update of many times `horizon` samples may bring it down to
+    0, where it stays, but not below."""
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
         for key, number in (("target_kl", target_kl), ("horizon", horizon)):
@@ -114,7 +116,7 @@ class AdaptiveKLController:
 
     def update(self, current_kl: float, n_steps: int) -> None:
         error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_steps / self.horizon
+        self.value *= max(0.0, 1 + error * n_steps / self.horizon)
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
@@ -141,13 +143,17 @@ def apply_kl_penalty(
     response_mask: Tensor,
     controller: KLController,
     kl_penalty: str,
+    full_kl: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Scores less coefficient * KL: (token_level_rewards, metrics); then update the controller.
 
-    The metrics hold the KL, averaged over each response and then over the batch, and the
-    coefficient that was applied.
+    `full_kl` is the KL over the whole vocabulary, for kl_penalty=full. The metrics hold the KL,
+    averaged over each response and then over the batch, and the coefficient that was applied.
     """
-    kl = _per_token_kl(old_log_probs, ref_log_prob, kl_penalty)
+    if kl_penalty == "full" and full_kl is not None:
+        kl = full_kl
+    else:
+        kl = _per_token_kl(old_log_probs, ref_log_prob, kl_penalty)
     kl = zero_outside(kl, response_mask)
     coefficient = controller.value
     current_kl = masked_mean(kl, response_mask, dim=-1).mean().item()

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from caldera.config import FSDPConfig, OptimizerConfig
 from caldera.core_algos import LossScale
+from caldera.engine.packing import PackedRows
 from caldera.protocol import DataProto
 from caldera.registry import Registry
 
-OutputName = Literal["log_probs", "entropy", "values"]
+OutputName = Literal["log_probs", "entropy", "sum_pi_squared", "full_kl", "values"]
 
 Outputs = dict[OutputName, Tensor]
 """What a forward pass yields, each (B, R) and 0 outside the response mask."""
@@ -40,6 +41,15 @@ class ForwardPlan:
     micro_batch_size: int | None
     max_tokens: int | None
     temperature: float = 1.0
+    reference: Engine | None = None
+    """`full_kl` is the distance from this engine's model, without its adapter. It may be the very
+    engine that runs the plan: its reference is then itself, less the adapter."""
+    classic: bool = False
+    """Each micro-batch is averaged on its own, and weighs as many rows as it has; what comes out
+    depends on the split. Else the whole mini-batch is averaged."""
+
+    def __post_init__(self) -> None:
+        assert ("full_kl" in self.outputs) == (self.reference is not None), "one needs the other"
 
 
 class Engine(ABC):
@@ -55,7 +65,15 @@ class Engine(ABC):
 
     @abstractmethod
     def train(self, mini_batch: DataProto, loss_fn: LossFn, plan: ForwardPlan) -> dict[str, float]:
-        """One optimiser step. The result does not depend on the split into micro-batches."""
+        """One optimiser step. The result does not depend on the split into micro-batches, unless
+        the plan is `classic`."""
+
+    @abstractmethod
+    def frozen_states(self, packed: PackedRows) -> tuple[Tensor, Tensor]:
+        """Hidden states (N, H) before the response tokens and the language head (V, H).
+
+        Of the model without its adapter, in evaluation mode, without gradients.
+        """
 
     @abstractmethod
     def step_schedule(self) -> float:

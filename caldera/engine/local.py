@@ -22,8 +22,8 @@ from caldera.engine.base import ENGINES, Engine, ForwardPlan, LossFn, Outputs
 from caldera.engine.optim import build_optimizer, build_schedule
 from caldera.engine.packing import PackedRows, pack_rows
 from caldera.errors import CheckpointError
-from caldera.models.forward import hidden_states, language_head, value_scores
-from caldera.models.head import log_prob_and_entropy
+from caldera.models.forward import hidden_states, language_head, value_scores, without_adapter
+from caldera.models.head import full_kl, head_outputs
 from caldera.models.loading import DTYPES, exported_weights, save_pretrained
 from caldera.protocol import DataProto, tensors_of
 
@@ -80,7 +80,8 @@ class LocalEngine(Engine):
         for indices in _micro_batches(mini_batch, plan):
             rows = mini_batch.select_idxs(indices).to(self._device)
             outputs = self._forward(pack_rows(rows, self._device), plan)
-            loss, metrics = loss_fn(outputs, rows, scale)
+            own = LossScale.classic(len(indices) / len(mini_batch)) if plan.classic else scale
+            loss, metrics = loss_fn(outputs, rows, own)
             loss.backward()
             for name, value in metrics.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value.detach()
@@ -149,27 +150,39 @@ class LocalEngine(Engine):
         if self._memory.optimizer_offload and self._optimizer is not None:
             _move_optimizer(self._optimizer, torch.device("cpu"))
 
+    def frozen_states(self, packed: PackedRows) -> tuple[Tensor, Tensor]:
+        training = self.module.training
+        self.module.eval()
+        with torch.no_grad(), without_adapter(self.module):
+            hidden = self._hidden(packed)
+        self.module.train(training)
+        return hidden, language_head(self.module).detach().to(hidden.dtype)
+
     def _forward(self, packed: PackedRows, plan: ForwardPlan) -> Outputs:
+        # The reference goes first, so that its activations are gone before the policy's are kept.
+        reference = plan.reference.frozen_states(packed) if plan.reference is not None else None
+        hidden = self._hidden(packed)  # (N, H)
+        found: Outputs = {}
+        if "values" in plan.outputs:
+            with self._precision():
+                found["values"] = value_scores(self.module, hidden)
+        else:
+            weight = language_head(self.module).to(hidden.dtype)
+            told = head_outputs(hidden, weight, packed.labels, plan.temperature, plan.outputs)
+            found.update(told.items())
+            if reference is not None:
+                found["full_kl"] = full_kl(hidden, weight, *reference, plan.temperature)
+        return {name: packed.unpack(value) for name, value in found.items()}
+
+    def _hidden(self, packed: PackedRows) -> Tensor:
+        """Hidden states (N, H) of the tokens before those of the response."""
         with self._precision():
             hidden = hidden_states(
                 self.module, packed.input_ids, packed.sequences.position_ids, packed.sequences
             )  # (T, H)
-        hidden = hidden.index_select(0, packed.predictors)  # (N, H)
-        if self._autocast_dtype is not None:  # the last norm has promoted its output
-            hidden = hidden.to(self._autocast_dtype)
-        outputs: Outputs = {}
-        if "values" in plan.outputs:
-            with self._precision():
-                outputs["values"] = packed.unpack(value_scores(self.module, hidden))
-        if "log_probs" in plan.outputs:
-            log_prob, entropy = log_prob_and_entropy(
-                hidden, language_head(self.module), packed.labels, plan.temperature,
-                with_entropy="entropy" in plan.outputs,
-            )  # fmt: skip
-            outputs["log_probs"] = packed.unpack(log_prob)
-            if "entropy" in plan.outputs:
-                outputs["entropy"] = packed.unpack(entropy)
-        return outputs
+        hidden = hidden.index_select(0, packed.predictors)
+        # Under autocast, the last norm has promoted its output.
+        return hidden if self._autocast_dtype is None else hidden.to(self._autocast_dtype)
 
     def _precision(self) -> AbstractContextManager[None]:
         if self._autocast_dtype is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -20,6 +21,17 @@ def base_module(module: nn.Module) -> PreTrainedModel:
     get_base_model = getattr(module, "get_base_model", None)
     inner = get_base_model() if callable(get_base_model) else module
     return cast(PreTrainedModel, inner)
+
+
+def without_adapter(module: nn.Module) -> AbstractContextManager[None]:
+    """While entered, the module computes as if it had no adapter; without one nothing changes.
+
+    To be left before any backward pass: adapters get no gradient meanwhile.
+    """
+    disable_adapter = getattr(module, "disable_adapter", None)
+    if not callable(disable_adapter):
+        return nullcontext()
+    return cast(AbstractContextManager[None], disable_adapter())
 
 
 def hidden_states(

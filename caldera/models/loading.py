@@ -82,7 +82,7 @@ def save_pretrained(module: nn.Module, folder: Path) -> None:
 def _load(
     factory: Any, config: ModelConfig, dtype: torch.dtype, seed: int, key: str, **extra: Any
 ) -> PreTrainedModel:
-    _import_libraries(config, key)
+    import_external(config, key)
     folder = Path(config.path or "").expanduser()
     if folder.is_absolute() and not folder.is_dir():
         raise ConfigError(f"{key}.path={config.path!r}: there is no such folder")
@@ -118,7 +118,8 @@ def _quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
 
 
-def _import_libraries(config: ModelConfig, key: str) -> None:
+def import_external(config: ModelConfig, key: str) -> None:
+    """Import the modules that `external_lib` names."""
     for name in filter(None, (part.strip() for part in (config.external_lib or "").split(","))):
         try:
             importlib.import_module(name)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from caldera.config import ActorRolloutRefConfig, RefConfig, RolloutConfig
-from caldera.engine import Engine, ForwardPlan, OutputName
-from caldera.models.forward import base_module
+from caldera.engine import Engine, OutputName, Outputs
+from caldera.models.forward import base_module, without_adapter
 from caldera.models.loading import DTYPES, load_policy
 from caldera.protocol import DataProto
 from caldera.rollout import ROLLOUTS, Rollout
 from caldera.rollout.batch import completions_to_batch, requests_from_batch
 from caldera.single_controller import Dispatch, Worker, register
 from caldera.workers.losses import policy_loss
+from caldera.workers.phases import mfu_timer, on_device
+from caldera.workers.plans import log_prob_plan, update_plan
 from caldera.workers.saving import build_engine, save_role
 from caldera.workers.sharding_manager import ShardingManager
 from caldera.workers.updates import train_epochs
@@ -36,7 +37,6 @@ class ActorRolloutRefWorker(Worker):
         self.config = config
         self.device = torch.device(device)
         self._with_reference = "ref" in role
-        self._uses_adapter = config.model.lora_rank > 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -70,57 +70,58 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Adds old_log_probs and entropys."""
-        outputs = self._infer(self.actor, data, self.config.rollout, ("log_probs", "entropy"))
-        return DataProto.from_dict(
-            {"old_log_probs": outputs["log_probs"], "entropys": outputs["entropy"]}
-        )
+        """Adds old_log_probs and entropys, and where the config asks for it sum_pi_squared."""
+        keys: dict[OutputName, str] = {"log_probs": "old_log_probs", "entropy": "entropys"}
+        if self.config.actor.calculate_sum_pi_squared:
+            keys["sum_pi_squared"] = "sum_pi_squared"
+        outputs, mfu = self._infer(self.actor, data, self.config.rollout, *keys)
+        tensors = {key: outputs[name] for name, key in keys.items()}
+        return DataProto.from_dict(tensors, meta_info={"metrics": mfu})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Adds ref_log_prob. With an adapter, the reference is the actor without it."""
-        engine = self.actor if self._uses_adapter else self.reference
-        assert engine is not None, "this worker's role has no reference"
-        with self._adapter_off():
-            outputs = self._infer(engine, data, self.config.ref, ("log_probs",))
-        return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})
+        """Adds ref_log_prob, and full_kl, that of the actor as it is now, if meta_info asks so."""
+        assert self.reference is not None, "this worker's role has no reference"
+        with without_adapter(self.reference.module):
+            outputs, _ = self._infer(self.reference, data, self.config.ref, "log_probs")
+        tensors = {"ref_log_prob": outputs["log_probs"]}
+        if data.meta_info.get("full_kl"):
+            outputs, _ = self._infer(self.actor, data, self.config.ref, "full_kl")
+            tensors["full_kl"] = outputs["full_kl"]
+        return DataProto.from_dict(tensors)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on the batch; returns metrics alone."""
         actor = self.config.actor
         mini_batch_size = actor.ppo_mini_batch_size * self.config.rollout.n  # samples
-        outputs: tuple[OutputName, ...] = ("log_probs",)
-        if actor.entropy_coeff != 0 or actor.calculate_entropy:
-            outputs = ("log_probs", "entropy")
-        plan = ForwardPlan(
-            outputs, actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu,
-            actor.ppo_max_token_len_per_gpu, self.config.rollout.temperature,
-        )  # fmt: skip
         on_policy = len(data) == mini_batch_size and actor.ppo_epochs == 1
-        self.actor.onload(optimizer=True)
-        metrics = train_epochs(
-            self.actor, data, policy_loss(actor, on_policy), plan, mini_batch_size,
-            actor.ppo_epochs, actor.data_loader_seed if actor.shuffle else None, "actor",
-        )  # fmt: skip
-        self.actor.offload()
+        plan = update_plan(self.config, self.reference)
+        with on_device(self.actor, plan.reference, optimizer=True):
+            metrics = train_epochs(
+                self.actor, data, policy_loss(actor, on_policy), plan, mini_batch_size,
+                actor.ppo_epochs, actor.data_loader_seed if actor.shuffle else None, "actor",
+            )  # fmt: skip
         if actor.use_kl_loss:
             metrics["actor/kl_coef"] = actor.kl_loss_coef
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_weights(self) -> None:
+        """Give the sampler the actor's newest weights now, not when it is next asked to sample."""
+        self.sharding_manager.update_weights()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: Path) -> None:
         """Write the actor into the folder."""
-        self.actor.onload(optimizer=True)
-        save_role(self.actor, folder, self.config.actor.checkpoint, self.config.model)
-        self.actor.offload()
+        with on_device(self.actor, optimizer=True):
+            save_role(self.actor, folder, self.config.actor.checkpoint, self.config.model)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: Path) -> None:
         """Read the actor back."""
-        self.actor.onload(optimizer=True)
-        self.actor.load(folder, self.config.actor.checkpoint.load_contents)
-        self.actor.offload()
+        with on_device(self.actor, optimizer=True):
+            self.actor.load(folder, self.config.actor.checkpoint.load_contents)
 
     def _warn_of_length(self) -> None:
         most = getattr(base_module(self.actor.module).config, "max_position_embeddings", None)
@@ -142,8 +143,11 @@ class ActorRolloutRefWorker(Worker):
         return ROLLOUTS[config.name or "native"](config, module, self.device)
 
     def _build_reference(self) -> Engine | None:
-        if not self._with_reference or self._uses_adapter:
+        """With an adapter it is the actor itself, to be run without it."""
+        if not self._with_reference:
             return None
+        if self.config.model.lora_rank > 0:
+            return self.actor
         ref = self.config.ref
         dtype = DTYPES[ref.fsdp_config.model_dtype]
         module = load_policy(self.config.model, dtype, ref.fsdp_config.seed, MODEL_KEY)
@@ -152,26 +156,15 @@ class ActorRolloutRefWorker(Worker):
         return engine
 
     def _infer(
-        self,
-        engine: Engine,
-        data: DataProto,
-        config: RolloutConfig | RefConfig,
-        outputs: tuple[OutputName, ...],
-    ) -> dict[OutputName, torch.Tensor]:
-        plan = ForwardPlan(
-            outputs, config.log_prob_use_dynamic_bsz, config.log_prob_micro_batch_size_per_gpu,
-            config.log_prob_max_token_len_per_gpu, self.config.rollout.temperature,
-        )  # fmt: skip
-        engine.onload()
-        results = engine.infer(data, plan)
-        engine.offload()
-        return results
-
-    def _adapter_off(self) -> AbstractContextManager[None]:
-        if not self._uses_adapter:
-            return nullcontext()
-        disabled = self.actor.module.disable_adapter()  # type: ignore[operator]
-        return cast(AbstractContextManager[None], disabled)
+        self, engine: Engine, data: DataProto, config: RolloutConfig | RefConfig,
+        *outputs: OutputName,
+    ) -> tuple[Outputs, dict[str, float]]:  # fmt: skip
+        plan = log_prob_plan(config, outputs, self.config.rollout.temperature, self.reference)
+        with (
+            on_device(engine, plan.reference),
+            mfu_timer("actor_infer", engine.module, data) as mfu,
+        ):
+            return engine.infer(data, plan), mfu
 
     def _stop_tokens(self, meta: dict[str, Any]) -> set[int]:
         """The tokenizer's end token, and those that the model's generation config names."""

@@ -12,6 +12,7 @@ from caldera.models.loading import DTYPES, load_value_model
 from caldera.protocol import DataProto
 from caldera.single_controller import Dispatch, Worker, register
 from caldera.workers.losses import value_loss
+from caldera.workers.phases import on_device
 from caldera.workers.saving import build_engine, save_role
 from caldera.workers.updates import train_epochs
 
@@ -44,9 +45,8 @@ class CriticWorker(Worker):
             ("values",), config.use_dynamic_bsz, config.forward_micro_batch_size_per_gpu,
             config.forward_max_token_len_per_gpu,
         )  # fmt: skip
-        self.engine.onload()
-        values = self.engine.infer(data, plan)["values"]
-        self.engine.offload()
+        with on_device(self.engine):
+            values = self.engine.infer(data, plan)["values"]
         return DataProto.from_dict({"values": values})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -57,25 +57,22 @@ class CriticWorker(Worker):
             ("values",), config.use_dynamic_bsz, config.ppo_micro_batch_size_per_gpu,
             config.ppo_max_token_len_per_gpu,
         )  # fmt: skip
-        self.engine.onload(optimizer=True)
-        metrics = train_epochs(
-            self.engine, data, value_loss(config), plan,
-            config.ppo_mini_batch_size * self.rollout_n, config.ppo_epochs,
-            config.data_loader_seed if config.shuffle else None, "critic",
-        )  # fmt: skip
-        self.engine.offload()
+        with on_device(self.engine, optimizer=True):
+            metrics = train_epochs(
+                self.engine, data, value_loss(config), plan,
+                config.ppo_mini_batch_size * self.rollout_n, config.ppo_epochs,
+                config.data_loader_seed if config.shuffle else None, "critic",
+            )  # fmt: skip
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: Path) -> None:
         """Write the critic into the folder."""
-        self.engine.onload(optimizer=True)
-        save_role(self.engine, folder, self.config.checkpoint, self.config.model)
-        self.engine.offload()
+        with on_device(self.engine, optimizer=True):
+            save_role(self.engine, folder, self.config.checkpoint, self.config.model)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: Path) -> None:
         """Read the critic back."""
-        self.engine.onload(optimizer=True)
-        self.engine.load(folder, self.config.checkpoint.load_contents)
-        self.engine.offload()
+        with on_device(self.engine, optimizer=True):
+            self.engine.load(folder, self.config.checkpoint.load_contents)

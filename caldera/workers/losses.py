@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from tensordict import TensorDict
+from torch import Tensor
+
 from caldera.config import ActorConfig, CriticConfig
-from caldera.core_algos import LossScale, compute_value_loss, get_policy_loss_fn, kl_penalty
+from caldera.core_algos import (
+    POLICY_LOSSES,
+    LossScale,
+    call_policy_loss,
+    compute_value_loss,
+    kl_penalty,
+)
+from caldera.data import registered_or_own
 from caldera.engine import LossAndMetrics, LossFn, Outputs
 from caldera.protocol import DataProto, tensors_of
 
@@ -12,36 +22,41 @@ def policy_loss(config: ActorConfig, on_policy: bool) -> LossFn:
     """Policy loss, minus the entropy bonus, plus the KL to the reference.
 
     `on_policy` says that the weights are still those that the advantages belong to: the ratio is
-    then exactly 1, whatever rounding separates two forward passes.
+    then exactly 1, whatever rounding separates two forward passes. Not so in bypass mode, whose
+    old log-probs are the sampler's.
     """
-    policy_loss_fn = get_policy_loss_fn(config.policy_loss.loss_mode)
+    policy_loss_fn = registered_or_own(POLICY_LOSSES, config.policy_loss.loss_mode)
+    on_policy = on_policy and config.policy_loss.loss_mode != "bypass_mode"
 
     def loss_fn(outputs: Outputs, rows: DataProto, scale: LossScale) -> LossAndMetrics:
         tensors = tensors_of(rows)
         mask = tensors["response_mask"]  # (B, R)
         log_prob = outputs["log_probs"]
         old_log_prob = log_prob.detach() if on_policy else tensors["old_log_probs"]
-        loss, metrics = policy_loss_fn(
-            old_log_prob, log_prob, tensors["advantages"], mask, config.loss_agg_mode, config,
-            scale=scale,
+        loss, metrics = call_policy_loss(
+            policy_loss_fn, old_log_prob, log_prob, tensors["advantages"], mask,
+            config.loss_agg_mode, config, tensors.get("rollout_is_weights", None), scale,
         )  # fmt: skip
         metrics = {**metrics, "actor/pg_loss": loss.detach()}
+        terms = {}  # name: (value of each token, coefficient)
         if "entropy" in outputs:
-            entropy = scale.aggregate(
-                outputs["entropy"], mask, config.loss_agg_mode, config.loss_scale_factor
-            )
-            metrics["actor/entropy_loss"] = entropy.detach()
-            loss = loss - config.entropy_coeff * entropy
+            terms["actor/entropy_loss"] = (outputs["entropy"], -config.entropy_coeff)
         if config.use_kl_loss:
-            distance = kl_penalty(log_prob, tensors["ref_log_prob"], config.kl_loss_type)
-            kl_loss = scale.aggregate(
-                distance, mask, config.loss_agg_mode, config.loss_scale_factor
-            )
-            metrics["actor/kl_loss"] = kl_loss.detach()
-            loss = loss + config.kl_loss_coef * kl_loss
+            terms["actor/kl_loss"] = (_distance(config, outputs, tensors), config.kl_loss_coef)
+        for name, (values, coefficient) in terms.items():
+            term = scale.aggregate(values, mask, config.loss_agg_mode, config.loss_scale_factor)
+            metrics[name] = term.detach()
+            loss = loss + coefficient * term
         return loss, metrics
 
     return loss_fn
+
+
+def _distance(config: ActorConfig, outputs: Outputs, tensors: TensorDict) -> Tensor:
+    """The KL to the reference at each token, (B, R)."""
+    if config.kl_loss_type == "full":
+        return outputs["full_kl"]
+    return kl_penalty(outputs["log_probs"], tensors["ref_log_prob"], config.kl_loss_type)
 
 
 def value_loss(config: CriticConfig) -> LossFn:

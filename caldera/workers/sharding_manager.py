@@ -22,12 +22,18 @@ class ShardingManager:
         self._shared = rollout.module is engine.module
         self._pushed_version: int | None = None
 
-    def __enter__(self) -> None:
-        self._engine.onload()
-        if not self._shared:
-            self._push_weights()
+    def update_weights(self) -> None:
+        """Give the sampler the engine's newest weights, unless it has them."""
+        if not self._shared and self._pushed_version != self._engine.version:
+            self._engine.onload()
+            self._rollout.load_weights(self._engine.export_weights(), self._engine.version)
             self._engine.offload()
-        self._rollout.version = self._engine.version
+        self._pushed_version = self._rollout.version = self._engine.version
+
+    def __enter__(self) -> None:
+        self.update_weights()
+        if self._shared:
+            self._engine.onload()
         self._rollout.wake_up()
 
     def __exit__(
@@ -40,8 +46,3 @@ class ShardingManager:
             self._rollout.sleep()
         if self._shared:
             self._engine.offload()
-
-    def _push_weights(self) -> None:
-        if self._pushed_version != self._engine.version:
-            self._rollout.load_weights(self._engine.export_weights(), self._engine.version)
-            self._pushed_version = self._engine.version

@@ -8,6 +8,7 @@ import torch
 
 from caldera.engine import Engine, ForwardPlan, LossFn
 from caldera.protocol import DataProto
+from caldera.workers.phases import mfu_timer
 
 
 def train_epochs(
@@ -23,11 +24,12 @@ def train_epochs(
     """One optimiser step per mini-batch; metrics are means over the steps."""
     order = {"shuffle": shuffle_seed is not None}
     mini_batches = data.make_iterator(mini_batch_size, epochs, shuffle_seed, order)
-    steps = [engine.train(mini_batch, loss_fn, plan) for mini_batch in mini_batches]
+    with mfu_timer(name, engine.module, data, epochs) as mfu:
+        steps = [engine.train(mini_batch, loss_fn, plan) for mini_batch in mini_batches]
     metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
     metrics[f"{name}/grad_norm"] = metrics.pop("grad_norm")
     metrics[f"{name}/lr"] = engine.step_schedule()
-    return metrics | memory_metrics()
+    return metrics | mfu | memory_metrics()
 
 
 def memory_metrics() -> dict[str, float]:

@@ -100,3 +100,41 @@ def test_a_share_of_a_metric_has_no_gradient() -> None:
     share = scale.token_mean(values, torch.ones(1, 2))
     assert share.item() == pytest.approx(0.3)
     assert not share.requires_grad
+
+
+def test_the_share_of_a_mean() -> None:
+    mean = torch.tensor(5.0, requires_grad=True)
+    scale = LossScale(batch_num_tokens=12, global_batch_size=3, dp_size=2)
+    share = scale.share_of_mean(mean, MASK)
+    share.backward()
+    assert share.item() == pytest.approx(5 * 3 / 12 * 2)
+    assert mean.grad is not None
+    assert mean.grad.item() == pytest.approx(3 / 12 * 2)
+    assert LossScale.from_mask(MASK).share_of_mean(mean, MASK).item() == 5.0
+    assert LossScale.classic(0.25).share_of_mean(mean, MASK).item() == 1.25
+    assert scale.share_of_mean(mean, MASK * 0).item() == 0.0
+
+
+@pytest.mark.parametrize(("mode", "expected"), WHOLE.items())
+def test_the_classic_scale_is_the_matrix_alone_times_a_weight(mode: str, expected: float) -> None:
+    scale = LossScale.classic(0.25)
+    assert scale.aggregate(LOSSES, MASK, mode).item() == pytest.approx(expected / 4)
+    assert scale.token_mean(LOSSES, MASK).item() == pytest.approx(7 / 3 / 4)
+
+
+def test_the_classic_scale_knows_the_width() -> None:
+    mode = "seq-mean-token-sum-norm"
+    scale = LossScale.classic(1.0, response_length=7)
+    assert scale.aggregate(LOSSES, MASK, mode).item() == pytest.approx(7 / 2 / 7)
+    assert scale.aggregate(LOSSES, MASK, mode, 10).item() == pytest.approx(7 / 2 / 10)
+
+
+def test_the_classic_scale_depends_on_the_cut() -> None:
+    """Two micro-batches with means 1.5 and 4 count the same, although one has twice the tokens."""
+
+    def of_both(scale: LossScale) -> float:
+        rows = [(LOSSES[:1], MASK[:1]), (LOSSES[1:2], MASK[1:2])]
+        return sum(scale.aggregate(losses, mask, "token-mean").item() for losses, mask in rows)
+
+    assert of_both(LossScale.classic(1 / 2)) == pytest.approx((1.5 + 4) / 2)
+    assert of_both(LossScale.from_mask(MASK)) == pytest.approx(7 / 3)

@@ -72,13 +72,12 @@ def test_k3_is_bounded() -> None:
     assert difference.grad.tolist() == pytest.approx([0.0, 0.0, 0.0, 1 - math.exp(-4), 0.0])
 
 
-@pytest.mark.parametrize("name", ["full", "full+"])
-def test_full_is_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(UnsupportedError, match="the whole vocabulary"):
-        kl_penalty(LOGPROB, REF, name)
+def test_full_is_not_told_from_sampled_tokens() -> None:
+    with pytest.raises(UnsupportedError, match="the engine's output full_kl"):
+        kl_penalty(LOGPROB, REF, "full")
 
 
-@pytest.mark.parametrize("name", ["k4", "k3++", "", "+"])
+@pytest.mark.parametrize("name", ["k4", "k3++", "", "+", "full+"])
 def test_an_unknown_penalty_lists_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match="is not one of: kl, abs, mse, low_var_kl, k1, k2, k3"):
         kl_penalty(LOGPROB, REF, name)
@@ -92,6 +91,9 @@ def test_an_unknown_penalty_lists_the_known_ones(name: str) -> None:
         (0.0, 10, 0.5 * 0.98),  # and by -0.2
         (0.1, 10, 0.5),
         (9.0, 100, 0.5 * 1.2),
+        (0.0, 499, 0.5 * 0.002),
+        (0.0, 500, 0.0),  # below 0 the penalty would become a reward
+        (0.0, 9000, 0.0),
     ],
 )
 def test_adaptive_controller(current_kl: float, n_steps: int, expected: float) -> None:
@@ -165,3 +167,16 @@ def test_kl_in_the_reward_takes_any_penalty() -> None:
         torch.zeros(1, 2), LOGPROB[None], REF[None], torch.ones(1, 2), FixedKLController(2.0), "k3"
     )
     assert rewards[0].tolist() == pytest.approx([-2 * value for value in VALUES["k3"]])
+
+
+def test_the_full_kl_in_the_reward() -> None:
+    full_kl = torch.tensor([[0.25, NAN]])
+    controller = FixedKLController(2.0)
+    inputs = torch.ones(1, 2), LOGPROB[None], REF[None], torch.tensor([[1, 0]]), controller
+    rewards, metrics = apply_kl_penalty(*inputs, "full", full_kl)
+    assert rewards.tolist() == [[0.5, 1.0]]
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.25)
+    estimated, _ = apply_kl_penalty(*inputs, "kl", full_kl)
+    assert estimated[0].tolist() == pytest.approx([1 - 2 * LN2, 1.0])
+    with pytest.raises(UnsupportedError, match="full_kl"):
+        apply_kl_penalty(*inputs, "full")

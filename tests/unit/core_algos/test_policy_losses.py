@@ -10,6 +10,8 @@ from torch import Tensor
 from caldera.config.actor import ActorConfig
 from caldera.core_algos import (
     LossScale,
+    agg_loss,
+    call_policy_loss,
     compute_policy_loss_vanilla,
     get_policy_loss_fn,
     register_policy_loss,
@@ -171,3 +173,65 @@ def test_registry() -> None:
         RegistryError, match=r"policy_loss.loss_mode 'vanila'; did you mean 'vanilla'\?"
     ):
         get_policy_loss_fn("vanila")
+
+
+def in_verls_signature(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: ActorConfig,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    losses = -advantages * log_prob
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+    loss = agg_loss(losses, response_mask, loss_agg_mode)
+    return loss, {"actor/mine": loss.item(), "actor/tensor": loss.detach() * 2}
+
+
+ROWS = [torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-5.0, NAN, NAN]])]
+MASKS = [torch.tensor([[1, 1, 1]]), torch.tensor([[1, 0, 0]])]
+
+
+def test_a_loss_without_scale_is_weighed_by_tokens() -> None:
+    scale = LossScale(batch_num_tokens=4, global_batch_size=2, dp_size=2)
+    total, totals = 0.0, {"actor/mine": 0.0, "actor/tensor": 0.0}
+    for row, mask in zip(ROWS, MASKS, strict=True):
+        log_prob = row.clone().requires_grad_()
+        args = (row, log_prob, torch.ones(1, 3), mask, "token-mean", actor())
+        loss, metrics = call_policy_loss(in_verls_signature, *args, scale=scale)
+        loss.backward()
+        assert log_prob.grad is not None
+        torch.testing.assert_close(log_prob.grad, -mask / 4 * 2)
+        total += loss.item()
+        for name, value in metrics.items():
+            assert not value.requires_grad
+            totals[name] += value.item()
+    mean = (1 + 2 + 3 + 5) / 4 * 2  # over all tokens, times dp_size
+    assert total == pytest.approx(mean)
+    assert totals == pytest.approx({"actor/mine": mean, "actor/tensor": 2 * mean})
+
+    args = (ROWS[0], ROWS[0], torch.ones(1, 3), MASKS[0], "token-mean", actor())
+    assert call_policy_loss(in_verls_signature, *args)[0].item() == pytest.approx(2)  # the whole
+    weights = torch.tensor([[1.0, 0.0, 2.0]])
+    loss, _ = call_policy_loss(in_verls_signature, *args, rollout_is_weights=weights)
+    assert loss.item() == pytest.approx(7 / 3)
+    classic = LossScale.classic(0.5)
+    assert call_policy_loss(in_verls_signature, *args, scale=classic)[0].item() == pytest.approx(1)
+
+
+def test_a_loss_with_scale_gets_it() -> None:
+    scale = LossScale(batch_num_tokens=16, global_batch_size=4, dp_size=2)
+    args = (OLD, OLD + log(RATIOS), ADVANTAGES, MASK, "token-mean", actor())
+    assert call_policy_loss("vanilla", *args, scale=scale)[0].item() == pytest.approx(2.1 * 2 / 16)
+    assert call_policy_loss("vanilla", *args)[0].item() == pytest.approx(2.1 / 4)
+
+    def by_keyword(**arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        assert arguments["scale"] is scale
+        return compute_policy_loss_vanilla(**arguments)
+
+    assert call_policy_loss(by_keyword, *args, scale=scale)[0].item() == pytest.approx(2.1 * 2 / 16)
+    with pytest.raises(RegistryError, match="did you mean 'vanilla'"):
+        call_policy_loss("vanila", *args)

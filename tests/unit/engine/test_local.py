@@ -95,6 +95,26 @@ def test_only_what_is_asked_for_is_computed(make_engine: Make, batch: DataProto)
     assert outputs.keys() == {"log_probs"}
 
 
+def test_sum_of_squared_probabilities(
+    make_engine: Make, tiny_model: Build, batch: DataProto
+) -> None:
+    plan = replace(PLANS["2 rows"], outputs=("sum_pi_squared",))
+    outputs = make_engine().infer(batch, plan)
+    assert outputs.keys() == {"sum_pi_squared"}
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    tensors = batch.batch
+    with torch.no_grad():
+        logits = model(
+            tensors["input_ids"],
+            attention_mask=tensors["attention_mask"],
+            position_ids=tensors["position_ids"],
+        ).logits[:, -7:-1]  # (B, R, V)
+    expected = (logits / TEMPERATURE).softmax(-1).square().sum(-1)
+    expected = expected.masked_fill(tensors["response_mask"] == 0, 0)
+    torch.testing.assert_close(outputs["sum_pi_squared"], expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_one_step_whatever_the_micro_batches(
     make_engine: Make, tiny_model: Build, batch: DataProto, mode: str

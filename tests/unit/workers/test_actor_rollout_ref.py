@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -63,6 +64,25 @@ def test_a_batch_of_answers(policy: Policy, prompts: DataProto) -> None:
     for name in ("old_log_probs", "entropys", "rollout_log_probs"):
         assert (tensors[name][mask == 0] == 0).all()
     assert (tensors["entropys"][mask == 1] > 0).all()
+
+
+def test_squared_probabilities_on_request(policy: Policy, prompts: DataProto) -> None:
+    assert "sum_pi_squared" not in answers(policy(), prompts).batch
+    group = policy(f"{REF}.actor.calculate_sum_pi_squared=True")
+    tensors = answers(group, prompts).batch
+    inside = tensors["response_mask"] == 1
+    squares = tensors["sum_pi_squared"]
+    assert squares.shape == (6, 8)
+    assert (squares[~inside] == 0).all()
+    # Never less than that of the sampled token, nor than that of the flattest distribution.
+    assert (squares >= (2 * tensors["old_log_probs"]).exp() - 1e-6)[inside].all()
+    assert ((squares > 1 / 48) & (squares <= 1))[inside].all()
+
+
+def test_use_of_the_device_is_not_reported_on_a_cpu(policy: Policy, prompts: DataProto) -> None:
+    group = policy()
+    batch = group.generate_sequences(prompts)
+    assert group.compute_log_prob(batch).meta_info["metrics"] == {}
 
 
 @pytest.mark.parametrize("sampler", ["native", "hf"])
@@ -154,6 +174,22 @@ def test_micro_batches_by_tokens(
     assert results[0][1] == pytest.approx(results[1][1], abs=1e-5)
 
 
+def test_averages_within_micro_batches(
+    policy: Policy, prompts: DataProto, advantages: Advantages
+) -> None:
+    losses = []
+    for flag in ("False", "True"):
+        group = policy(f"{REF}.actor.classic_loss_normalization={flag}")
+        batch = advantages(answers(group, prompts))
+        batch.batch["response_mask"][:3, 2:] = 0  # as after a rejection
+        losses.append(group.update_actor(batch).meta_info["metrics"]["actor/pg_loss"][0])
+    mask, matrix = batch.batch["response_mask"], -batch.batch["advantages"]  # the ratio is 1
+    assert losses[0] == pytest.approx((matrix * mask).sum().item() / mask.sum().item(), abs=1e-6)
+    means = [(matrix * mask)[i : i + 2].sum() / mask[i : i + 2].sum() for i in (0, 2, 4)]
+    assert losses[1] == pytest.approx(sum(means).item() / 3, abs=1e-6)
+    assert abs(losses[0] - losses[1]) > 1e-3
+
+
 def test_the_reference_stays(policy: Policy, prompts: DataProto, advantages: Advantages) -> None:
     group = policy(f"{REF}.actor.use_kl_loss=True", f"{REF}.actor.entropy_coeff=0.01")
     batch = advantages(answers(group, prompts))
@@ -166,6 +202,51 @@ def test_the_reference_stays(policy: Policy, prompts: DataProto, advantages: Adv
     again = group.compute_ref_log_prob(batch)
     assert torch.equal(again.batch["ref_log_prob"], reference.batch["ref_log_prob"])
     assert group.update_actor(batch).meta_info["metrics"]["actor/kl_loss"][0] > 1e-3
+
+
+FULL = (f"{REF}.actor.use_kl_loss=True", f"{REF}.actor.kl_loss_type=full")
+
+
+@pytest.mark.parametrize("adapter", [(), LORA], ids=["whole", "adapter"])
+def test_the_full_kl(
+    policy: Policy, prompts: DataProto, advantages: Advantages, adapter: tuple[str, ...]
+) -> None:
+    group = policy(*FULL, *adapter, f"{REF}.actor.kl_loss_coef=0.5")
+    batch = advantages(answers(group, prompts))
+    # No ref_log_prob is needed, and at first actor and reference are the same.
+    losses = [group.update_actor(batch).meta_info["metrics"]["actor/kl_loss"][0] for _ in range(3)]
+    assert losses[0] == pytest.approx(0, abs=1e-6)
+    assert losses[2] > losses[1] > 1e-4
+
+    batch.meta_info["full_kl"] = True
+    reference = group.compute_ref_log_prob(batch).batch
+    inside = batch.batch["response_mask"] == 1
+    full_kl = reference["full_kl"]
+    assert (full_kl[~inside] == 0).all()
+    # What an update would see next is the mean over tokens of what stands here.
+    metrics = group.update_actor(batch).meta_info["metrics"]
+    mean = full_kl[inside].mean().item()
+    assert metrics["actor/kl_loss"][0] == pytest.approx(mean, rel=1e-4)
+
+
+def test_the_full_kl_is_that_of_all_tokens(
+    policy: Policy, prompts: DataProto, advantages: Advantages
+) -> None:
+    """The plain estimate on answers of the trained policy averages to it."""
+    group = policy()
+    group.update_actor(advantages(answers(group, prompts)))
+    many = DataProto.concat([copy.deepcopy(prompts) for _ in range(100)])
+    many.non_tensor_batch["sample_seed"] = np.arange(600).astype(object)
+    many.meta_info["full_kl"] = True
+    batch = answers(group, many)
+    batch.meta_info["full_kl"] = True
+    reference = group.compute_ref_log_prob(batch).batch
+    inside = batch.batch["response_mask"] == 1
+    estimate = (batch.batch["old_log_probs"] - reference["ref_log_prob"])[inside]
+    full_kl = reference["full_kl"][inside]
+    error = estimate.std() / len(estimate) ** 0.5
+    assert full_kl.mean() > 5 * error
+    assert abs(estimate.mean() - full_kl.mean()) < 4 * error
 
 
 def test_a_role_without_reference_has_none(policy: Policy, prompts: DataProto) -> None:
@@ -208,7 +289,7 @@ def test_an_adapter(policy: Policy, prompts: DataProto, advantages: Advantages, 
     base = policy()
     group = policy(*LORA, f"{REF}.rollout.dtype={dtype}")
     worker = worker_of(group)
-    assert worker.reference is None
+    assert worker.reference is worker.actor
     batch = advantages(answers(group, prompts))
     for _ in range(3):
         group.update_actor(batch)

@@ -6,9 +6,13 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from caldera.config import ActorConfig, CriticConfig
-from caldera.core_algos import LossScale
+from caldera.config.actor import PolicyLossConfig
+from caldera.config.algorithm import RolloutCorrectionConfig
+from caldera.core_algos import LossScale, register_policy_loss
+from caldera.engine import Outputs
 from caldera.protocol import DataProto
 from caldera.workers.losses import policy_loss, value_loss
 
@@ -62,6 +66,80 @@ def test_entropy_and_distance() -> None:
     assert metrics["actor/kl_loss"].item() == pytest.approx(0.5)  # (0.5 + 0 + 1) / 3
     assert metrics["actor/pg_loss"].item() == pytest.approx(-1)
     assert loss.item() == pytest.approx(-1 - 0.5 * 0.6 + 2 * 0.5)
+
+
+def test_the_full_kl_is_the_engine_s() -> None:
+    config = actor(use_kl_loss=True, kl_loss_coef=2.0, kl_loss_type="full")
+    log_probs = torch.zeros(2, 2)
+    full_kl = torch.tensor([[0.1, 0.2], [0.6, 99.0]], requires_grad=True)
+    data = rows(old_log_probs=[[0.0, 0.0]] * 2, advantages=[[0.0, 0.0]] * 2)
+    outputs: Outputs = {"log_probs": log_probs, "full_kl": full_kl}
+    loss, metrics = policy_loss(config, on_policy=False)(outputs, data, SCALE)
+    assert metrics["actor/kl_loss"].item() == pytest.approx(0.3)
+    assert loss.item() == pytest.approx(0.6)
+    loss.backward()
+    assert full_kl.grad is not None
+    torch.testing.assert_close(full_kl.grad, torch.tensor([[2.0, 2.0], [2.0, 0.0]]) / 3)
+
+
+def test_weights_of_rollout_correction() -> None:
+    data = rows(
+        old_log_probs=[[0.0, 0.0]] * 2,
+        advantages=[[1.0, 2.0], [1.0, 9.0]],
+        rollout_is_weights=[[0.5, 1.5], [2.0, 9.0]],
+    )
+    outputs: Outputs = {"log_probs": torch.zeros(2, 2)}
+    loss, _ = policy_loss(actor(), on_policy=False)(outputs, data, SCALE)
+    assert loss.item() == pytest.approx(-(0.5 + 3.0 + 2.0) / 3)
+
+
+def test_in_bypass_mode_the_sampler_s_log_probs_are_the_old_ones() -> None:
+    """Even where an update is on policy: the ratio is that to the sampler."""
+    correction = RolloutCorrectionConfig(bypass_mode=True, loss_type="ppo_clip")
+    mode = PolicyLossConfig(loss_mode="bypass_mode", rollout_correction=correction)
+    config = actor(policy_loss=mode)
+    data = rows(old_log_probs=[[0.0, 0.0], [0.0, 0.0]], advantages=[[1.0, 2.0], [1.0, 9.0]])
+    outputs: Outputs = {"log_probs": torch.tensor([[math.log(1.1), 0.0], [math.log(1.5), 9.0]])}
+    loss, _ = policy_loss(config, on_policy=True)(outputs, data, SCALE)
+    assert loss.item() == pytest.approx(-(1.1 + 2 + 1.2) / 3)
+
+
+def test_rejected_tokens_do_not_count() -> None:
+    """Where rejection has rewritten the mask, the mini-batch's counts are those of what is left."""
+    mask = torch.tensor([[1, 0], [1, 0]])
+    tensors = {
+        "response_mask": mask,
+        "old_log_probs": torch.zeros(2, 2),
+        "advantages": torch.tensor([[1.0, 5.0], [2.0, 9.0]]),
+    }
+    data = DataProto.from_dict(tensors)
+    loss_fn = policy_loss(actor(), on_policy=False)
+    loss, _ = loss_fn({"log_probs": torch.zeros(2, 2)}, data, LossScale.from_mask(mask))
+    assert loss.item() == pytest.approx(-1.5)
+
+
+def test_a_loss_of_one_s_own_without_scale() -> None:
+    """With verl's signature: means over the micro-batch, which are weighed by its tokens."""
+
+    @register_policy_loss("plain_mean")
+    def plain_mean(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str,
+        config: ActorConfig,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        return -(advantages * response_mask).sum() / response_mask.sum(), {"actor/ppo_kl": 0.5}
+
+    data = rows(old_log_probs=[[0.0, 0.0]] * 2, advantages=[[1.0, 2.0], [6.0, 9.0]])
+    loss_fn = policy_loss(actor(policy_loss=PolicyLossConfig("plain_mean")), on_policy=False)
+    parts = [
+        loss_fn({"log_probs": torch.zeros(1, 2)}, data.select_idxs([row]), SCALE) for row in (0, 1)
+    ]
+    assert sum(loss.item() for loss, _ in parts) == pytest.approx(-3.0)
+    assert sum(metrics["actor/ppo_kl"].item() for _, metrics in parts) == pytest.approx(0.5)
 
 
 def test_other_aggregations_apply_to_every_term() -> None:

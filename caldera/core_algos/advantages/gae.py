@@ -1,0 +1,58 @@
+"""Generalised advantage estimation, with a critic."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from caldera.core_algos.advantages.base import AdvantageEstimator, register_adv_est
+from caldera.core_algos.advantages.scan import reverse_scan
+from caldera.core_algos.advantages.tokens import KeptTokens, in_row_blocks, whiten_in_place
+
+if TYPE_CHECKING:
+    from caldera.config.algorithm import AlgorithmConfig
+
+
+@torch.no_grad()
+def compute_gae_advantage_return(
+    token_level_rewards: Tensor,  # (B, R)
+    values: Tensor,  # (B, R)
+    response_mask: Tensor,  # (B, R)
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over the tokens of the mask, as if they were adjacent.
+
+    Tool and user tokens amid a response are no actions: the recursion passes over them, and a
+    reward on one of them counts as one on the nearest earlier action. The returns are advantage +
+    value; the advantages are then whitened.
+    """
+
+    def rows(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = KeptTokens(mask)
+        packed_values = tokens.pack(values)
+        next_values = functional.pad(packed_values[:, 1:], (0, 1))
+        deltas = tokens.pack_rewards(rewards) + gamma * next_values - packed_values
+        packed_advantages = reverse_scan(deltas, gamma * lam)
+        returns = tokens.unpack(packed_advantages + packed_values)
+        return tokens.unpack(packed_advantages), returns
+
+    advantages, returns = in_row_blocks(rows, token_level_rewards, values, response_mask)
+    return whiten_in_place(advantages, response_mask), returns
+
+
+@register_adv_est(AdvantageEstimator.GAE)
+def _gae(
+    *,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    values: Tensor,
+    config: AlgorithmConfig,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    return compute_gae_advantage_return(
+        token_level_rewards, values, response_mask, gamma=config.gamma, lam=config.lam
+    )

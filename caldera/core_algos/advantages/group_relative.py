@@ -1,0 +1,193 @@
+"""Estimators that compare a response's score with those of its group: the responses to one prompt.
+
+The score is the sum of a response's rewards. Every kept token of a response gets the same
+advantage, and the returns are the advantages. Unless an estimator says otherwise, the baseline of
+a group of one is 0, and its advantage the score itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from caldera.core_algos.advantages.base import AdvantageEstimator, Uids, register_adv_est
+from caldera.core_algos.advantages.groups import Groups
+from caldera.core_algos.advantages.tokens import count_tokens, spread, sum_scores
+from caldera.errors import ConfigError
+
+if TYPE_CHECKING:
+    from caldera.config.algorithm import AlgorithmConfig
+
+EPSILON = 1e-6
+
+
+@register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
+@register_adv_est(AdvantageEstimator.GRPO)
+@torch.no_grad()
+def compute_grpo_outcome_advantage(
+    token_level_rewards: Tensor,  # (B, R)
+    response_mask: Tensor,  # (B, R)
+    index: Uids,  # (B,)
+    epsilon: float = EPSILON,
+    norm_adv_by_std_in_grpo: bool | None = None,
+    config: AlgorithmConfig | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """The score less the group's mean, over the group's standard deviation.
+
+    A group of one has mean 0 and standard deviation 1. Without normalisation by the standard
+    deviation this is Dr.GRPO; it is normalised unless the argument or else the config says no.
+    """
+    scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
+    normalise = _normalises(norm_adv_by_std_in_grpo, config)
+    advantages = relative_to_group(scores, groups, normalise, epsilon)
+    return _on_tokens(advantages, token_level_rewards, response_mask)
+
+
+compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
+
+
+def relative_to_group(scores: Tensor, groups: Groups, normalise: bool, epsilon: float) -> Tensor:
+    """(B,): GRPO's advantages."""
+    centred = scores - _means_of_several(scores, groups)
+    return centred / (groups.std(scores)[groups.ids] + epsilon) if normalise else centred
+
+
+@register_adv_est(AdvantageEstimator.GRPO_PASSK)
+@torch.no_grad()
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: Tensor,  # (B, R)
+    response_mask: Tensor,  # (B, R)
+    index: Uids,  # (B,)
+    epsilon: float = EPSILON,
+    norm_adv_by_std_in_grpo: bool | None = None,
+    config: AlgorithmConfig | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """The best response of a group gets its lead over the second best; all others get 0.
+
+    The lead is divided by the group's standard deviation as in GRPO.
+    """
+    scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
+    if groups.single.any():
+        raise ConfigError(
+            "algorithm.adv_estimator='grpo_passk' compares the two best answers to a prompt, and"
+            " there is a prompt with one answer: set actor_rollout_ref.rollout.n to 2 or more"
+        )
+    best, second = groups.first_two(scores)  # (G,)
+    leads = scores[best] - scores[second]
+    if _normalises(norm_adv_by_std_in_grpo, config):
+        leads = leads / (groups.std(scores) + epsilon)
+    advantages = torch.zeros_like(scores).index_copy_(0, best, leads)
+    return _on_tokens(advantages, token_level_rewards, response_mask)
+
+
+@register_adv_est(AdvantageEstimator.RLOO)
+@torch.no_grad()
+def compute_rloo_outcome_advantage(
+    token_level_rewards: Tensor,  # (B, R)
+    response_mask: Tensor,  # (B, R)
+    index: Uids,  # (B,)
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """The score less the mean of the other scores of the group."""
+    scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
+    alone = groups.single[groups.ids]
+    advantages = torch.where(alone, scores, _leave_one_out(scores, groups))
+    return _on_tokens(advantages, token_level_rewards, response_mask)
+
+
+@register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
+@torch.no_grad()
+def compute_rloo_vectorized_outcome_advantage(
+    token_level_rewards: Tensor,  # (B, R)
+    response_mask: Tensor,  # (B, R)
+    index: Uids,  # (B,)
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """As `rloo`, but a group of one gets 0."""
+    scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
+    advantages = _leave_one_out(scores, groups)
+    return _on_tokens(advantages, token_level_rewards, response_mask)
+
+
+def _leave_one_out(scores: Tensor, groups: Groups) -> Tensor:
+    """(B,): n / (n - 1) * (score - mean), which is 0 for a group of one."""
+    factors = groups.counts / (groups.counts - 1).clamp(min=1)
+    return factors[groups.ids] * (scores - groups.mean(scores)[groups.ids])
+
+
+@register_adv_est(AdvantageEstimator.OPO)
+@torch.no_grad()
+def compute_opo_outcome_advantage(
+    token_level_rewards: Tensor,  # (B, R)
+    response_mask: Tensor,  # (B, R)
+    index: Uids,  # (B,)
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """The score less the group's mean score, weighted by the lengths of the responses."""
+    scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
+    lengths = count_tokens(response_mask).to(scores.dtype)
+    # A group without any token has baseline 0, and nowhere to put an advantage.
+    baselines = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
+    advantages = scores - baselines.masked_fill(groups.single, 0)[groups.ids]
+    return _on_tokens(advantages, token_level_rewards, response_mask)
+
+
+@register_adv_est(AdvantageEstimator.GPG)
+@torch.no_grad()
+def compute_gpg_outcome_advantage(
+    token_level_rewards: Tensor,  # (B, R)
+    response_mask: Tensor,  # (B, R)
+    index: Uids,  # (B,)
+    f_norm: float = 1.0,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """The score less the group's mean, scaled by batch size over number of nonzero scores."""
+    scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
+    alpha = len(scores) / scores.count_nonzero().clamp(min=1)
+    advantages = alpha * (scores - _means_of_several(scores, groups)) / f_norm
+    return _on_tokens(advantages, token_level_rewards, response_mask)
+
+
+@register_adv_est(AdvantageEstimator.MAXRL)
+@torch.no_grad()
+def compute_maxrl_outcome_advantage(
+    token_level_rewards: Tensor,  # (B, R)
+    response_mask: Tensor,  # (B, R)
+    index: Uids,  # (B,)
+    epsilon: float = EPSILON,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Maximum likelihood RL: the score less the group's mean, over that mean.
+
+    The rarer success is, the more it counts. A group without success (its mean is not positive)
+    gets 0, and so does a group of one.
+    """
+    scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
+    means = groups.mean(scores)[groups.ids]
+    advantages = ((scores - means) / (means + epsilon)).masked_fill(means <= 0, 0)
+    return _on_tokens(advantages, token_level_rewards, response_mask)
+
+
+def _scores_and_groups(rewards: Tensor, mask: Tensor, index: Uids) -> tuple[Tensor, Groups]:
+    scores = sum_scores(rewards, mask)  # (B,)
+    return scores, Groups.from_uids(index, scores)
+
+
+def _means_of_several(scores: Tensor, groups: Groups) -> Tensor:
+    """(B,): the mean of each row's group; 0 for a group of one."""
+    return groups.mean(scores).masked_fill(groups.single, 0)[groups.ids]
+
+
+def _normalises(argument: bool | None, config: AlgorithmConfig | None) -> bool:
+    if argument is not None:
+        return argument
+    return config is None or config.norm_adv_by_std_in_grpo
+
+
+def _on_tokens(advantages: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    on_tokens = spread(advantages, mask, rewards.dtype)
+    return on_tokens, on_tokens

@@ -1,0 +1,147 @@
+"""What rollout correction reports, under `rollout_corr/`.
+
+Every metric is a detached scalar tensor on the device of its inputs, so that nothing waits for a
+GPU here: who logs it calls `.item()`. Statistics over nothing are 0, and sequences without a token
+count nowhere. Standard deviations are those of the whole (divided by n).
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from caldera.config.rollout_correction import Rejection, WeightBounds
+from caldera.core_algos.masked import masked_mean, masked_sum
+from caldera.core_algos.rollout_correction.weights import log_ratios_of, safe_exp
+
+__all__ = [
+    "Metrics",
+    "mismatch_metrics",
+    "rejected_fractions",
+    "rejection_metrics",
+    "weight_metrics",
+]
+
+Metrics = dict[str, Tensor]
+
+PREFIX = "rollout_corr/"
+
+
+def weight_metrics(ratios: Tensor, weights: Tensor, mask: Tensor, bounds: WeightBounds) -> Metrics:
+    """`rollout_is_*`, of the ratios (before bounds and normalisation) but for two.
+
+    `eff_sample_size` is of the weights as they are applied: (sum w)^2 / (n sum w^2), between 0 and
+    1. `oob_ratio` is the share of tokens whose weight the bounds changed. Fractions `high` and
+    `low` are relative to the bounds; where there is only an upper one, u, the lower is 1/u.
+    """
+    kept = mask.bool()
+    lower = 1 / bounds.upper if bounds.lower is None else bounds.lower
+    values = _token_and_sequence_spread(ratios, kept, lower, bounds.upper, neutral=1.0)
+    for side in ("high", "low"):
+        values[f"ratio_fraction_{side}"] = values.pop(f"fraction_{side}")
+
+    outside = ratios > bounds.upper
+    if bounds.lower is not None:
+        outside = outside | (ratios < bounds.lower)
+    values["oob_ratio"] = _share(outside, kept)
+
+    total, squares = masked_sum(weights, kept), masked_sum(weights.square(), kept)
+    size = total.square() / (kept.sum() * squares).clamp(min=1e-30)
+    values["eff_sample_size"] = size
+    return {f"{PREFIX}rollout_is_{name}": value for name, value in values.items()}
+
+
+def rejection_metrics(
+    rejection: Rejection, values: Tensor, passed: Tensor, mask: Tensor
+) -> Metrics:
+    """`rollout_rs_{statistic}_*`: the statistic, how often it was out of bounds, what that cost.
+
+    `high` and `low` are sides of the statistic. For k1, which is -l, a high one is a low ratio.
+    """
+    kept = mask.bool()
+    spread = _token_and_sequence_spread(values, kept, rejection.lower, rejection.upper, neutral=0.0)
+    name = f"rollout_rs_{rejection.statistic}"
+    metrics = {f"{PREFIX}{name}_{key}": value for key, value in spread.items()}
+    return metrics | rejected_fractions(name, passed, mask)
+
+
+def rejected_fractions(name: str, passed: Tensor, mask: Tensor) -> Metrics:
+    """Share of the tokens that are rejected, and of the sequences that lose any."""
+    kept = mask.bool()
+    rejected = kept & ~passed
+    return {
+        f"{PREFIX}{name}_masked_fraction": _share(rejected, kept),
+        f"{PREFIX}{name}_seq_masked_fraction": _share(rejected.any(-1), kept.any(-1)),
+    }
+
+
+def mismatch_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Metrics:
+    """How far trainer and sampler are apart, whether or not that is corrected.
+
+    `kl` and `k3_kl` are means over tokens of k1 and k3. The log-perplexity of a sequence is minus
+    the mean of its log-probs; `log_ppl_diff` is the trainer's less the sampler's and `ppl_ratio`
+    its exponential. All of these are means over sequences, but for the extremes. `chi2` is the
+    mean of the squared ratio less 1, of tokens and of whole sequences.
+    """
+    kept = mask.bool()  # (B, R)
+    sequences = kept.any(-1)  # (B,)
+    log_ratios = log_ratios_of(old_log_prob, rollout_log_prob, kept)
+    training = -masked_mean(old_log_prob, kept, dim=-1)  # (B,)
+    rollout = -masked_mean(rollout_log_prob, kept, dim=-1)
+    difference = training - rollout
+    sequence_ratios = safe_exp(log_ratios.sum(-1))
+    values = {
+        "kl": masked_mean(-log_ratios, kept),
+        "k3_kl": masked_mean(log_ratios.expm1() - log_ratios, kept),
+        "training_ppl": masked_mean(safe_exp(training), sequences),
+        "training_log_ppl": masked_mean(training, sequences),
+        "rollout_ppl": masked_mean(safe_exp(rollout), sequences),
+        "rollout_log_ppl": masked_mean(rollout, sequences),
+        "log_ppl_diff": masked_mean(difference, sequences),
+        "log_ppl_abs_diff": masked_mean(difference.abs(), sequences),
+        "log_ppl_diff_max": _largest(difference, sequences),
+        "log_ppl_diff_min": -_largest(-difference, sequences),
+        "ppl_ratio": masked_mean(safe_exp(difference), sequences),
+        "chi2_token": masked_mean((2 * log_ratios).expm1(), kept),
+        "chi2_seq": masked_mean(sequence_ratios.square() - 1, sequences),
+    }
+    return {f"{PREFIX}{name}": value for name, value in values.items()}
+
+
+def _token_and_sequence_spread(
+    values: Tensor, kept: Tensor, lower: float, upper: float, neutral: float
+) -> Metrics:
+    """Statistics over tokens, and as `seq_*` over sequences, each its tokens' mean.
+
+    `neutral` is the value of a token on which both policies agree.
+    """
+    sequences = kept.any(-1)  # (B,)
+    of_sequence = masked_mean(values, kept, dim=-1)
+    spread = _spread(values, kept, lower, upper)
+    for name, value in _spread(of_sequence, sequences, lower, upper).items():
+        spread[f"seq_{name}"] = value
+    spread["seq_max_deviation"] = _largest((of_sequence - neutral).abs(), sequences)
+    return spread
+
+
+def _spread(values: Tensor, kept: Tensor, lower: float, upper: float) -> Metrics:
+    mean = masked_mean(values, kept)
+    return {
+        "mean": mean,
+        "max": _largest(values, kept),
+        "min": -_largest(-values, kept),
+        "std": masked_mean((values - mean).square(), kept).sqrt(),
+        "fraction_high": _share(values > upper, kept),
+        "fraction_low": _share(values < lower, kept),
+    }
+
+
+def _share(chosen: Tensor, kept: Tensor) -> Tensor:
+    return masked_mean(chosen.float(), kept)
+
+
+def _largest(values: Tensor, kept: Tensor) -> Tensor:
+    if values.numel() == 0:
+        return values.new_zeros(())
+    return values.masked_fill(~kept, -math.inf).amax().masked_fill(~kept.any(), 0)
