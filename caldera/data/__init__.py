@@ -23,11 +23,15 @@ from caldera.data.loader import (
     create_train_loader,
     create_val_loader,
 )
+from caldera.data.own_functions import registered_or_own
 from caldera.data.padding import compute_position_ids, left_pad, right_pad, truncate
 from caldera.data.rl_dataset import RLHFDataset
+from caldera.data.sampler import AbstractCurriculumSampler, AbstractSampler, create_sampler
 from caldera.data.tokenizer import hf_tokenizer
 
 __all__ = [
+    "AbstractCurriculumSampler",
+    "AbstractSampler",
     "Batch",
     "FixedLoader",
     "RLHFDataset",
@@ -38,6 +42,7 @@ __all__ = [
     "collate_fn",
     "compute_position_ids",
     "create_rl_dataset",
+    "create_sampler",
     "create_train_loader",
     "create_val_loader",
     "fitting_prompts",
@@ -51,6 +56,7 @@ __all__ = [
     "object_array",
     "prompt_lengths",
     "read_rows",
+    "registered_or_own",
     "render_chat",
     "right_pad",
     "tokenize_chat",

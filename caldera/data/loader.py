@@ -9,14 +9,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from caldera.data.collate import Batch, collate_fn
+from caldera.data.collate import Batch, collate_fn, object_array
 from caldera.data.order import seeded_permutation
+from caldera.data.sampler import (
+    AbstractCurriculumSampler,
+    AbstractSampler,
+    SampledRows,
+    create_sampler,
+)
 from caldera.errors import CalderaError, CheckpointError, DataError
 
 if TYPE_CHECKING:
     from caldera.config import DataConfig
+    from caldera.protocol import DataProto
 
 Collate = Callable[[Sequence[dict[str, Any]]], Batch]
+
+ROW_COLUMN = "dataset_row"
+"""In the batches of a sampler: which row of the data set each one is."""
 
 
 class RowSource(Protocol):
@@ -33,6 +43,9 @@ class StatefulLoader:
     The order of epoch e is a pure function of (seed, e), so the whole state is a position in it:
     how many epochs, and batches of the current one, have been handed out. Batches that worker
     processes have prepared and nobody has taken do not count.
+
+    With a sampler, that one chooses the rows. Its batches are formed here when they are asked for,
+    and carry the numbers of their rows as `dataset_row`.
     """
 
     def __init__(
@@ -45,7 +58,9 @@ class StatefulLoader:
         drop_last: bool = True,
         num_workers: int = 0,
         collate: Collate = collate_fn,
+        sampler: AbstractSampler | None = None,
     ) -> None:
+        assert sampler is None or num_workers == 0, "workers would ask for rows ahead of time"
         self.dataset = dataset
         self.batch_size = batch_size
         self.seed = seed
@@ -53,40 +68,60 @@ class StatefulLoader:
         self.drop_last = drop_last
         self.num_workers = num_workers
         self.collate = collate
+        self.sampler = sampler
+        self._sampled = None if sampler is None else SampledRows(sampler, len(dataset))
         self.epoch = 0
         """The epoch of the next batch."""
         self.batches_done = 0
         """How many batches of that epoch have been handed out."""
 
+    @property
+    def rows_an_epoch(self) -> int:
+        return len(self.dataset) if self._sampled is None else self._sampled.rows_an_epoch
+
     def __len__(self) -> int:
         """Batches an epoch."""
-        rows = len(self.dataset)
+        rows = self.rows_an_epoch
         return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches that are left of the current epoch; afterwards the next epoch is current."""
         epoch, first = self.epoch, self.batches_done
-        order = _epoch_order(len(self.dataset), self.shuffle, self.seed, epoch)
-        batches = _chunks(order, self.batch_size)[first : len(self)]
-        loaded = _load(self.dataset, batches, self.collate, self.num_workers)
+        if self._sampled is not None:
+            loaded = self._load_sampled(self._sampled, first)
+        else:
+            order = _epoch_order(len(self.dataset), self.shuffle, self.seed, epoch)
+            batches = _chunks(order, self.batch_size)[first : len(self)]
+            loaded = _load(self.dataset, batches, self.collate, self.num_workers)
         for done, batch in enumerate(loaded, start=first + 1):
             # Counted before it is handed out: a checkpoint is saved while the batch is in use.
             self.epoch, self.batches_done = (epoch + 1, 0) if done == len(self) else (epoch, done)
             yield batch
 
-    def state_dict(self) -> dict[str, int]:
-        """The position after the latest batch, and what it is a position in."""
-        return {"epoch": self.epoch, "batches_done": self.batches_done, **self._identity()}
+    def on_batch_end(self, batch: DataProto) -> None:
+        """Tell a curriculum what came of a batch. The state that is saved next knows of it."""
+        if isinstance(self.sampler, AbstractCurriculumSampler):
+            self.sampler.update(batch)
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on with the batch after the latest one that the saved loader had handed out."""
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the latest batch, and what it is a position in."""
+        position = {"epoch": self.epoch, "batches_done": self.batches_done, **self._identity()}
+        return position if self._sampled is None else position | self._sampled.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the batch after the latest one that the saved loader had handed out.
+
+        To be called before the first batch is taken.
+        """
         names = {
             "dataset_length": "the number of training rows",
             "batch_size": "data.train_batch_size",
             "seed": "data.seed",
             "shuffle": "data.shuffle",
             "drop_last": "drop_last",
+            "sampler": "data.sampler",
         }
+        state = {"sampler": None, **state}  # states from before there were samplers lack it
         if missing := {"epoch", "batches_done", *names} - state.keys():
             raise CheckpointError(f"the state of the data loader lacks {sorted(missing)}")
         for field, now in self._identity().items():
@@ -96,14 +131,26 @@ class StatefulLoader:
                     f"{state[field]} when it was saved and is {now} now"
                 )
         self.epoch, self.batches_done = state["epoch"], state["batches_done"]
+        if self._sampled is not None:
+            self._sampled.restore(state, self.epoch, self.batches_done * self.batch_size)
 
-    def _identity(self) -> dict[str, int]:
+    def _load_sampled(self, sampled: SampledRows, first: int) -> Iterator[Batch]:
+        for number in range(first, len(self)):
+            left = sampled.rows_an_epoch - number * self.batch_size
+            rows = sampled.take(min(self.batch_size, left))
+            if number == len(self) - 1:
+                sampled.end_epoch(unused=left - len(rows))
+            batch = self.collate([self.dataset[row] for row in rows])
+            yield {**batch, ROW_COLUMN: object_array(rows)}
+
+    def _identity(self) -> dict[str, Any]:
         return {
             "dataset_length": len(self.dataset),
             "batch_size": self.batch_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
+            "sampler": None if self._sampled is None else self._sampled.identity,
         }
 
 
@@ -138,20 +185,27 @@ def create_train_loader(
     """The loader of the training batches; rows that fill no whole batch sit an epoch out."""
     assert config.seed is not None, "loading a configuration settles its seeds"
     batch_size = config.gen_batch_size or config.train_batch_size
+    key = "gen_batch_size" if config.gen_batch_size else "train_batch_size"
     if len(dataset) < batch_size:
-        key = "gen_batch_size" if config.gen_batch_size else "train_batch_size"
         raise DataError(
             f"the training set has {len(dataset)} rows, fewer than one batch of "
             f"data.{key}={batch_size}"
         )
-    return StatefulLoader(
+    loader = StatefulLoader(
         dataset,
         batch_size,
         seed=config.seed,
         shuffle=config.shuffle,
         num_workers=config.dataloader_num_workers,
         collate=collate,
+        sampler=create_sampler(dataset, config),
     )
+    if len(loader) == 0:
+        raise DataError(
+            f"the sampler {config.sampler.class_name} draws {loader.rows_an_epoch} rows an epoch, "
+            f"fewer than one batch of data.{key}={batch_size}"
+        )
+    return loader
 
 
 def create_val_loader(

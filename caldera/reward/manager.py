@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from caldera.config import PPOTrainerConfig
 from caldera.errors import CalderaError, DataError, RewardError
 from caldera.protocol import DataProto
 from caldera.registry import Registry
-from caldera.reward.custom import ScoreFunction, await_all, get_custom_reward_fn
+from caldera.reward.custom import ScoreFunction, await_all
 from caldera.reward_score import default_compute_score
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ __all__ = [
     "NaiveRewardManager",
     "RewardManager",
     "RewardResult",
+    "Sample",
     "compute_reward",
-    "load_reward_manager",
 ]
 
 SHOWN_RESPONSE_CHARACTERS = 200  # of a response, in an error message
@@ -56,20 +55,9 @@ class RewardManager(Protocol):
     ) -> torch.Tensor | RewardResult: ...
 
 
-REWARD_MANAGERS: Registry[Callable[..., RewardManager]] = Registry("reward_model.reward_manager")
-
-
-def load_reward_manager(
-    config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, num_examine: int
-) -> RewardManager:
-    """The manager that the configuration names, with the score function that it names."""
-    return REWARD_MANAGERS[config.reward_model.reward_manager](
-        tokenizer=tokenizer,
-        num_examine=num_examine,
-        compute_score=get_custom_reward_fn(config.custom_reward_function),
-        reward_fn_key=config.data.reward_fn_key,
-        **config.reward_model.reward_kwargs,
-    )
+REWARD_MANAGERS: Registry[Callable[..., RewardManager]] = Registry(
+    "reward_model.reward_manager (or reward_manager.name)"
+)
 
 
 def compute_reward(
@@ -93,6 +81,7 @@ class Sample:
     uid: str | None
     data_source: str
     response: str
+    response_length: int  # tokens
     ground_truth: Any
     extra_info: dict[str, Any]
 
@@ -141,7 +130,7 @@ class NaiveRewardManager:
         lengths = _tensor(data, "attention_mask")[:, prompt_length:].sum(-1)  # (B,)
         samples = self._samples(data, lengths.tolist())
         returned = await_all([self._call(sample) for sample in samples])
-        scored = list(map(_read_score, samples, returned))
+        scored = list(map(self._judge, samples, returned))
         scores = torch.tensor([score for score, _ in scored], dtype=torch.float32)
 
         rewards = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
@@ -161,7 +150,8 @@ class NaiveRewardManager:
                 row=row,
                 uid=columns["uid"][row] if "uid" in columns else None,
                 data_source=columns[self.reward_fn_key][row],
-                response=self._decode(_tensor(data, "responses")[row, :length]),
+                response=self._response_text(_tensor(data, "responses")[row, :length]),
+                response_length=length,
                 ground_truth=_ground_truth(columns["reward_model"][row], row),
                 extra_info=_extra_info(columns, row),
             )
@@ -182,6 +172,10 @@ class NaiveRewardManager:
         except Exception as error:
             raise sample.error(_failure(error)) from error
 
+    def _judge(self, sample: Sample, returned: Any) -> tuple[float, dict[str, Any]]:
+        """The reward of a sample, and what is recorded about it."""
+        return _read_score(sample, returned)
+
     def _show_examples(
         self, data: DataProto, samples: list[Sample], scored: list[tuple[float, dict[str, Any]]]
     ) -> None:
@@ -199,6 +193,9 @@ class NaiveRewardManager:
             }
             for name, value in (lines | extras).items():
                 console.print(f"[{name}] {value}", markup=False, highlight=False, soft_wrap=True)
+
+    def _response_text(self, token_ids: torch.Tensor) -> str:
+        return self._decode(token_ids)
 
     def _decode(self, token_ids: torch.Tensor) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))

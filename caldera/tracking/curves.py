@@ -11,7 +11,7 @@ __all__ = ["Series", "svg_curve"]
 
 Point = tuple[float, float]
 
-COLOURS = ("#c2410c", "#2563eb", "#15803d", "#7c3aed", "#b45309", "#0e7490")
+COLOURS = ("#c2410c", "#2563eb", "#15803d", "#7c3aed", "#be185d", "#0e7490")
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,sans-serif"
 MIN_POINTS_TO_SMOOTH = 30
 LEFT = 74.0  # of the plot: room for the label of the axis and seven characters

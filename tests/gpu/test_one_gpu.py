@@ -13,6 +13,7 @@ from caldera.config import RolloutConfig
 from caldera.demo.run import run_demo
 from caldera.models.attention import ATTENTION, PackedSequences
 from caldera.models.forward import hidden_states
+from caldera.models.head import full_kl, head_outputs
 from caldera.rollout.base import Request, SamplingParams
 from caldera.rollout.native.engine import NativeRollout
 
@@ -74,3 +75,50 @@ def test_the_demo_learns_in_half_precision(tmp_path: Path, offload: bool) -> Non
     assert accuracy[-1] > accuracy[0] + 0.1
     gaps = [row["training/rollout_probs_diff_mean"] for row in rows if len(row) > 10]
     assert max(gaps) < 0.02
+    steps = [row for row in rows if "actor/pg_loss" in row]
+    for name in ("perf/mfu/actor", "perf/mfu/actor_infer"):
+        assert all(0 < row[name] < 1 for row in steps), name
+
+
+def test_the_head_in_half_precision_agrees_with_the_dense_form() -> None:
+    generator = torch.Generator(CUDA).manual_seed(0)
+    hidden, other = (
+        torch.randn(50, 64, device=CUDA, generator=generator).bfloat16() for _ in range(2)
+    )
+    weight = (torch.randn(1000, 64, device=CUDA, generator=generator) / 8).bfloat16()
+    labels = torch.randint(0, 1000, (50,), device=CUDA, generator=generator)
+    names = ("log_probs", "entropy", "sum_pi_squared")
+    outputs = head_outputs(hidden, weight, labels, 1.0, names)
+    log_p = torch.log_softmax((hidden @ weight.t()).float(), -1)
+    log_q = torch.log_softmax((other @ weight.t()).float(), -1)
+    want = {
+        "log_probs": log_p.gather(1, labels[:, None]).squeeze(1),
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "sum_pi_squared": log_p.exp().square().sum(-1),
+    }
+    for name in names:
+        torch.testing.assert_close(outputs[name], want[name], rtol=1e-4, atol=1e-5)
+    distance = full_kl(hidden, weight, other, weight, 1.0)
+    torch.testing.assert_close(distance, (log_p.exp() * (log_p - log_q)).sum(-1))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.adv_estimator=gae"],
+        [
+            "algorithm.adv_estimator=optimal_token_baseline",
+            "actor_rollout_ref.actor.calculate_sum_pi_squared=True",
+        ],
+        ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_type=full"],
+        ["algorithm.rollout_correction.preset=bypass_pg_is"],
+    ],
+)
+def test_algorithms_run_on_a_gpu(tmp_path: Path, overrides: list[str]) -> None:
+    steps = ["trainer.device=cuda", "trainer.total_training_steps=3", "trainer.test_freq=3"]
+    run_demo("tiny", tmp_path / "demo", False, [*steps, *overrides])
+    lines = (tmp_path / "demo/run/metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line)["data"] for line in lines]
+    last = [row for row in rows if "actor/grad_norm" in row][-1]
+    assert 0 < last["actor/grad_norm"] < float("inf")
+    assert ("perf/mfu/critic" in last) == ("gae" in overrides[0])

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from caldera.config import SHORT_PROFILE, known_keys, load_config
 from caldera.trainer.main_ppo import main
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ METRICS = {
         f"timing_s/{phase}"
         for phase in (
             "step", "gen", "reward", "old_log_prob", "values", "adv", "update_critic",
-            "update_actor",
+            "update_actor", "update_weights",
         )
     ),
     *(
@@ -239,11 +240,42 @@ def test_the_resolved_config_is_kept_and_can_be_printed(
     assert kept["actor_rollout_ref"]["rollout"]["name"] == "native"
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
-    assert stopped.value.code == 0
-    assert "key=value" in capsys.readouterr().out
+def test_help_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: caldera train")
+    missing = [key for key in known_keys() if f"  {key}=" not in shown]
+    assert missing == []
+    often = shown.partition("Keys that most runs set:")[2].partition("other keys:")[0]
+    assert all(f"  {key}=" in often for key in SHORT_PROFILE)
+    assert 35 <= len(SHORT_PROFILE) <= 45
+    assert "Takes 1 alone: several nodes are not part of this release." in shown
+
+
+def test_help_of_a_group_or_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help", "algorithm.kl_ctrl"]) == 0
+    assert "algorithm.kl_ctrl.target_kl=0.1  (float)" in capsys.readouterr().out
+    assert main(["--help", "train_batch_size"]) == 0
+    shown = capsys.readouterr().out
+    assert "data.train_batch_size=1024  (int, prompts)" in shown
+    assert "algorithm" not in shown
+    assert main(["--help", "no.such.key"]) == 0
+    assert "no key 'no.such.key'" in capsys.readouterr().out
+
+
+def test_the_short_profile_is_a_config_file(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `--cfg short` prints loads again, and says the same."""
+    arguments = lab.overrides(tmp_path / "run")
+    assert main(["--cfg", "short", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "# int, prompts, default 1024. Prompts per training step." in text
+    (tmp_path / "mine.yaml").write_text(f"defaults: [ppo_trainer, _self_]\n{text}")
+    mine = load_config([], "mine", str(tmp_path))
+    plain = load_config(arguments)
+    assert mine.data == plain.data
+    assert mine.trainer.default_local_dir == plain.trainer.default_local_dir
 
 
 def test_sampling_with_transformers(lab: Lab, tmp_path: Path) -> None:

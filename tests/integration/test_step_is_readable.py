@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
 from caldera.engine import LocalEngine
+from caldera.trainer.ppo.advantage import compute_advantage
 from caldera.trainer.ppo.ray_trainer import RayPPOTrainer
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
-from caldera.workers.losses import policy_loss, value_loss
+from caldera.workers.losses import _distance, policy_loss, value_loss
+from caldera.workers.plans import log_prob_plan, update_plan
 from caldera.workers.updates import train_epochs
 
 MOST_LINES = 300
 
-# All that a reader meets on the way, but for the mathematics (core_algos) and the sampler.
+# All that a reader meets on the way, but for the mathematics (core_algos), the sampler, and what
+# an option switches on.
 READ: list[Callable[..., Any]] = [
     RayPPOTrainer.step,
     RayPPOTrainer._rollout,
     RayPPOTrainer._score,
     RayPPOTrainer._evaluate,
     RayPPOTrainer._advantage,
+    compute_advantage,
     RayPPOTrainer._update,
     ActorRolloutRefWorker.generate_sequences,
     ActorRolloutRefWorker.compute_log_prob,
@@ -29,12 +35,16 @@ READ: list[Callable[..., Any]] = [
     ActorRolloutRefWorker.update_actor,
     CriticWorker.compute_values,
     CriticWorker.update_critic,
+    log_prob_plan,
+    update_plan,
     train_epochs,
     policy_loss,
+    _distance,
     value_loss,
     LocalEngine.infer,
     LocalEngine.train,
     LocalEngine._forward,
+    LocalEngine._hidden,
 ]
 
 
@@ -46,8 +56,17 @@ def test_every_phase_of_a_step_is_counted() -> None:
 
 
 def test_a_step_takes_fewer_than_300_lines() -> None:
-    lines = {part.__qualname__: len(_source(part).splitlines()) for part in READ}
+    lines = {part.__qualname__: _code_lines(part) for part in READ}
     assert sum(lines.values()) < MOST_LINES, lines
+
+
+def _code_lines(part: Callable[..., Any]) -> int:
+    """Lines that are neither empty nor docstring."""
+    function = ast.parse(textwrap.dedent(_source(part))).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    said = function.body[0] if ast.get_docstring(function) else None
+    docstring = said.end_lineno - said.lineno + 1 if said and said.end_lineno else 0
+    return sum(bool(line.strip()) for line in _source(part).splitlines()) - docstring
 
 
 def _source(part: Callable[..., Any]) -> str:

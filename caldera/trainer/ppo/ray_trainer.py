@@ -7,7 +7,7 @@ order in which they run. Models live in worker groups; everything else happens h
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,11 @@ from caldera.config import (
     needs_reference,
 )
 from caldera.core_algos import (
-    AdvantageInputs,
+    ADV_ESTIMATORS,
+    POLICY_LOSSES,
     agg_loss,
     apply_kl_penalty,
-    estimate_advantages,
-    get_adv_estimator_fn,
     get_kl_controller,
-    get_policy_loss_fn,
 )
 from caldera.data import (
     Batch,
@@ -37,6 +35,7 @@ from caldera.data import (
     balance_partitions,
     log_seqlen_unbalance,
     object_array,
+    registered_or_own,
 )
 from caldera.protocol import DataProto, tensors_of
 from caldera.reward import RewardManager, compute_reward
@@ -44,9 +43,10 @@ from caldera.single_controller import LocalWorkerGroup, ResourcePoolManager, Rol
 from caldera.tracking import GenerationDump, Tracking, TrainingProgress
 from caldera.tracking.dumps import write_text_atomic
 from caldera.trainer.checkpoint import CheckpointFolder, read_part, step_of
+from caldera.trainer.ppo.advantage import compute_advantage, correct_rollout, variance_metrics
+from caldera.trainer.ppo.dynamic_sampling import GroupFilter
 from caldera.trainer.ppo.metrics import (
     compute_data_metrics,
-    compute_rollout_diff_metrics,
     compute_throughput_metrics,
     compute_timing_metrics,
     marked_timer,
@@ -76,8 +76,9 @@ class RayPPOTrainer:
         train_loader: StatefulLoader,
         val_loader: FixedLoader,
     ) -> None:
-        get_adv_estimator_fn(config.algorithm.adv_estimator)  # unknown names fail before any work
-        get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+        # Unknown names fail before any work.
+        registered_or_own(ADV_ESTIMATORS, config.algorithm.adv_estimator)
+        registered_or_own(POLICY_LOSSES, config.actor_rollout_ref.actor.policy_loss.loss_mode)
         self.config = config
         self.tokenizer = tokenizer
         self.role_worker_mapping = role_worker_mapping
@@ -131,19 +132,22 @@ class RayPPOTrainer:
                 tracking.log(self._validate(progress), self.global_steps)
             if trainer.val_only:
                 return
+            rows = self._epochs()
             while self.global_steps < self.total_steps:
-                for rows in self.train_loader:
-                    tracking.log(self._train_on(rows, progress), self.global_steps)
-                    # After the row: a run that is killed in between repeats the step, row and all.
-                    if saving_time := self._save_if_due():
-                        tracking.log(saving_time, self.global_steps)
-                    if self.global_steps >= self.total_steps:
-                        break
+                tracking.log(self._train_on(rows, progress), self.global_steps)
+                # After the row: a run that is killed in between repeats the step, row and all.
+                if saving_time := self._save_if_due():
+                    tracking.log(saving_time, self.global_steps)
 
-    def _train_on(self, rows: Batch, progress: TrainingProgress) -> Metrics:
+    def _epochs(self) -> Iterator[Batch]:
+        while True:
+            yield from self.train_loader
+
+    def _train_on(self, rows: Iterator[Batch], progress: TrainingProgress) -> Metrics:
         """One step, and a validation when it is due."""
         self.global_steps += 1
         batch, metrics, timing = self.step(rows)
+        self.train_loader.on_batch_end(batch)
         if self._is_due(self.config.trainer.test_freq):
             with marked_timer("testing", timing):
                 metrics |= self._validate(progress)
@@ -151,6 +155,7 @@ class RayPPOTrainer:
         metrics |= compute_data_metrics(batch, self.use_critic)
         metrics |= compute_timing_metrics(batch, timing)
         metrics |= compute_throughput_metrics(batch, timing, gpus)
+        metrics |= variance_metrics(batch, metrics.get("actor/grad_norm"))
         metrics["training/global_step"] = self.global_steps
         metrics["training/epoch"] = (self.global_steps - 1) // len(self.train_loader)
         self._show(progress, metrics)
@@ -158,37 +163,37 @@ class RayPPOTrainer:
 
     # ------------------------------------------------------------------ one step
 
-    def step(self, rows: Batch) -> tuple[DataProto, Metrics, dict[str, float]]:
+    def step(self, rows: Iterator[Batch]) -> tuple[DataProto, Metrics, dict[str, float]]:
         """From prompts to new weights: (the batch, metrics, seconds by phase)."""
         timing: dict[str, float] = {}
-        metrics: Metrics = {}
         with marked_timer("step", timing):
-            batch = self._rollout(rows, metrics, timing)
-            self._score(batch, timing)
+            groups = GroupFilter(self.config)
+            while not groups.enough:  # once, but for dynamic sampling
+                batch = self._rollout(next(rows), groups.batches, timing)
+                self._score(batch, timing)
+                groups.add(batch)
+            batch, metrics = groups.take()
             self._evaluate(batch, metrics, timing)
-            self._advantage(batch, metrics, timing)
+            batch = self._advantage(batch, metrics, timing)
             self._update(batch, metrics, timing)
         return batch, metrics, timing
 
-    def _rollout(self, rows: Batch, metrics: Metrics, timing: dict[str, float]) -> DataProto:
+    def _rollout(self, rows: Batch, attempt: int, timing: dict[str, float]) -> DataProto:
         """Sample n answers a prompt.
 
         Adds uid, prompts, responses, input_ids, attention_mask, position_ids, response_mask and
-        rollout_log_probs.
+        rollout_log_probs; for ReMax also reward_baselines.
         """
         rollout = self.config.actor_rollout_ref.rollout
-        place = ("train", self.global_steps)
+        place: tuple[int | str, ...] = ("train", self.global_steps)
+        place += (attempt,) if attempt else ()
         prompts, batch = stamp_rows(rows, rollout.n, rollout.seed, place, self._meta)
         with marked_timer("gen", timing):
-            batch = batch.union(self.actor_rollout_wg.generate_sequences(prompts))
-        lengths = tensors_of(batch)["attention_mask"].sum(-1).tolist()
-        batch.meta_info["global_token_num"] = lengths
-        ranks = self.actor_rollout_wg.world_size
-        if self.config.trainer.balance_batch and ranks > 1:  # one rank has nobody to share with
-            parts = balance_partitions(lengths, ranks)
-            batch.reorder(torch.tensor([row for part in parts for row in part]))
-            metrics |= log_seqlen_unbalance(lengths, parts)
-        return batch
+            answers = self.actor_rollout_wg.generate_sequences(prompts)
+        if self.config.algorithm.adv_estimator == "remax":
+            with marked_timer("gen_max", timing):
+                tensors_of(answers)["reward_baselines"] = self._greedy_rewards(prompts, batch)
+        return batch.union(answers)
 
     def _score(self, batch: DataProto, timing: dict[str, float]) -> None:
         """Adds token_level_scores, and what else the scorer said of each sample."""
@@ -201,25 +206,26 @@ class RayPPOTrainer:
 
     def _evaluate(self, batch: DataProto, metrics: Metrics, timing: dict[str, float]) -> None:
         """Adds old_log_probs, and, where they are used, ref_log_prob and values."""
+        self._balance(batch, metrics)
         tensors = tensors_of(batch)
-        mask = tensors["response_mask"]
-        with marked_timer("old_log_prob", timing):
-            outputs = self.actor_rollout_wg.compute_log_prob(batch)
-        mode = self.config.actor_rollout_ref.actor.loss_agg_mode
-        metrics["actor/entropy"] = agg_loss(outputs.batch["entropys"], mask, mode).item()
-        old_log_probs = tensors["old_log_probs"] = outputs.batch["old_log_probs"]
-        if "rollout_log_probs" in tensors.keys():  # noqa: SIM118 (a TensorDict)
-            sampled = tensors["rollout_log_probs"]
-            metrics |= compute_rollout_diff_metrics(sampled, old_log_probs, mask)
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            tensors["old_log_probs"] = tensors["rollout_log_probs"]
+        else:
+            with marked_timer("old_log_prob", timing):
+                outputs = self.actor_rollout_wg.compute_log_prob(batch)
+            metrics |= _worker_metrics(outputs) | self._mean_entropy(outputs, batch)
+            batch.union(DataProto(outputs.batch))
         if self.use_reference:
             with marked_timer("ref", timing):
+                batch.meta_info["full_kl"] = self.config.algorithm.kl_penalty == "full"
                 batch.union(self.actor_rollout_wg.compute_ref_log_prob(batch))
         if self.critic_wg is not None:
             with marked_timer("values", timing):
                 batch.union(self.critic_wg.compute_values(batch))
 
-    def _advantage(self, batch: DataProto, metrics: Metrics, timing: dict[str, float]) -> None:
-        """Adds token_level_rewards, advantages and returns."""
+    def _advantage(self, batch: DataProto, metrics: Metrics, timing: dict[str, float]) -> DataProto:
+        """Adds token_level_rewards, advantages and returns; with rollout correction also
+        rollout_is_weights, and response_mask loses what is rejected."""
         algorithm, tensors = self.config.algorithm, tensors_of(batch)
         with marked_timer("adv", timing):
             rewards = tensors["token_level_scores"]
@@ -227,25 +233,51 @@ class RayPPOTrainer:
                 rewards, kl_metrics = apply_kl_penalty(
                     rewards, tensors["old_log_probs"], tensors["ref_log_prob"],
                     tensors["response_mask"], self.kl_controller, algorithm.kl_penalty,
+                    full_kl=tensors.get("full_kl", None),
                 )  # fmt: skip
                 metrics |= kl_metrics
             tensors["token_level_rewards"] = rewards
-            values = tensors["values"] if self.critic_wg is not None else None
-            uids = batch.non_tensor_batch["uid"]
-            inputs = AdvantageInputs(rewards, tensors["response_mask"], index=uids, values=values)
-            advantages, returns = estimate_advantages(algorithm.adv_estimator, inputs, algorithm)
-            tensors["advantages"], tensors["returns"] = advantages, returns
+            metrics |= correct_rollout(batch, algorithm)
+            return compute_advantage(batch, algorithm, self.global_steps)
 
     def _update(self, batch: DataProto, metrics: Metrics, timing: dict[str, float]) -> None:
-        """Train the critic, and after its warm-up the actor."""
+        """Train the critic, and after its warm-up the actor; the sampler gets the new weights."""
         if self.critic_wg is not None:
             with marked_timer("update_critic", timing):
                 metrics |= _worker_metrics(self.critic_wg.update_critic(batch))
         if self.config.trainer.critic_warmup <= self.global_steps:
             with marked_timer("update_actor", timing):
                 metrics |= _worker_metrics(self.actor_rollout_wg.update_actor(batch))
+        with marked_timer("update_weights", timing):
+            self.actor_rollout_wg.update_weights()
 
     # ------------------------------------------------------------------ around a step
+
+    def _greedy_rewards(self, prompts: DataProto, batch: DataProto) -> torch.Tensor:
+        """The reward of the most likely answer to each row's prompt, (B,)."""
+        n = self.config.actor_rollout_ref.rollout.n
+        firsts = prompts[::n]
+        firsts.meta_info = prompts.meta_info | {"do_sample": False}
+        answers = batch[::n].union(self.actor_rollout_wg.generate_sequences(firsts))
+        rewards, _ = compute_reward(answers, self.reward_fn)
+        return rewards.sum(-1).repeat_interleave(n)
+
+    def _mean_entropy(self, outputs: DataProto, batch: DataProto) -> Metrics:
+        """Take the entropies out of the outputs: their mean is all that is kept."""
+        entropys = tensors_of(outputs.pop(["entropys"]))["entropys"]  # (B, R)
+        mode = self.config.actor_rollout_ref.actor.loss_agg_mode
+        mean = agg_loss(entropys, tensors_of(batch)["response_mask"], mode)
+        return {"actor/entropy": mean.item()}
+
+    def _balance(self, batch: DataProto, metrics: Metrics) -> None:
+        """Deal the samples to the ranks so that all have the same work."""
+        lengths = tensors_of(batch)["attention_mask"].sum(-1).tolist()
+        batch.meta_info["global_token_num"] = lengths
+        ranks = self.actor_rollout_wg.world_size
+        if self.config.trainer.balance_batch and ranks > 1:  # one rank has nobody to share with
+            parts = balance_partitions(lengths, ranks)
+            batch.reorder(torch.tensor([row for part in parts for row in part]))
+            metrics |= log_seqlen_unbalance(lengths, parts)
 
     def _validate(self, progress: TrainingProgress) -> Metrics:
         metrics = self.validator.run(self.global_steps)
@@ -318,7 +350,7 @@ def total_training_steps(config: PPOTrainerConfig, loader: StatefulLoader) -> in
 
 
 def _worker_metrics(output: DataProto) -> Metrics:
-    metrics: dict[str, Any] = output.meta_info["metrics"]
+    metrics: dict[str, Any] = output.meta_info.get("metrics", {})
     return {
         name: sum(value) / len(value) if isinstance(value, list) else value
         for name, value in metrics.items()

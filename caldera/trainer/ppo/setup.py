@@ -21,6 +21,7 @@ from caldera.data import (
     create_val_loader,
     hf_tokenizer,
 )
+from caldera.models.loading import import_external
 from caldera.reward import load_reward_manager
 from caldera.single_controller import ResourcePoolManager, Role, Worker
 from caldera.trainer.ppo.ray_trainer import RayPPOTrainer, total_training_steps
@@ -51,6 +52,7 @@ class TaskRunner:
         if chosen:
             logger.info("chosen for this machine: %s", ", ".join(chosen))
         model, data = config.actor_rollout_ref.model, config.data
+        import_external(model, "actor_rollout_ref.model")  # it may register estimators and losses
         if data.tokenizer:  # checkpoints hold the tokenizer that the run used
             model.tokenizer_path = config.critic.model.tokenizer_path = data.tokenizer
         tokenizer = hf_tokenizer(

@@ -3,64 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from caldera.config import PPOTrainerConfig
-from caldera.errors import DataError, RegistryError, RewardError
+from caldera.errors import DataError, RewardError
 from caldera.protocol import DataProto
-from caldera.reward import NaiveRewardManager, compute_reward, load_reward_manager
+from caldera.reward import NaiveRewardManager, compute_reward
 
-PROMPT_LENGTH, RESPONSE_LENGTH = 4, 3
-ALPHABET = "0123456789+=-"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character; 0 pads and 1 ends."""
-    vocabulary = {"<pad>": 0, "<eos>": 1} | {c: i for i, c in enumerate(ALPHABET, start=2)}
-    characters = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    characters.decoder = decoders.Fuse()  # no spaces between tokens
-    return PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>"
-    )
+MakeData = Callable[..., DataProto]
 
 
-def make_data(
-    rows: list[tuple[str, str, Any]],
-    data_source: str | list[str] = "caldera/arithmetic",
-    **columns: list[Any],
-) -> DataProto:
-    """Rows of (prompt, response, ground truth)."""
-    ids = {character: i for i, character in enumerate(ALPHABET, start=2)} | {"$": 1}
-    # Padding that would be read as a digit, if the attention mask were not heeded.
-    prompts = torch.full((len(rows), PROMPT_LENGTH), ids["9"])
-    responses = torch.full((len(rows), RESPONSE_LENGTH), ids["9"])
-    attention_mask = torch.zeros(len(rows), PROMPT_LENGTH + RESPONSE_LENGTH, dtype=torch.int64)
-    for row, (prompt, response, _) in enumerate(rows):
-        start, length = PROMPT_LENGTH - len(prompt), len(response)
-        prompts[row, start:] = torch.tensor([ids[c] for c in prompt])
-        responses[row, :length] = torch.tensor([ids[c] for c in response], dtype=torch.int64)
-        attention_mask[row, start : PROMPT_LENGTH + length] = 1
-    sources = [data_source] * len(rows) if isinstance(data_source, str) else data_source
-    non_tensors: dict[str, list[Any]] = {
-        "data_source": sources,
-        "reward_model": [{"style": "rule", "ground_truth": truth} for *_, truth in rows],
-        **columns,
-    }
-    return DataProto.from_dict(
-        tensors={"prompts": prompts, "responses": responses, "attention_mask": attention_mask},
-        non_tensors=non_tensors,
-    )
-
-
-def test_the_score_stands_on_the_last_token(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_score_stands_on_the_last_token(
+    tokenizer: PreTrainedTokenizerFast, make_data: MakeData
+) -> None:
     # `$` ends a response: a token like any other, but none of the text that is scored.
     data = make_data([("1+2=", "3", "3"), ("9+4=", "13$", "13"), ("2+2=", "5$", "4")])
     rewards, extra = compute_reward(data, NaiveRewardManager(tokenizer, num_examine=0))
@@ -69,14 +28,16 @@ def test_the_score_stands_on_the_last_token(tokenizer: PreTrainedTokenizerFast) 
     assert extra == {"score": [1, 1, 0], "acc": [1, 1, 0], "pred": ["3", "13", "5"]}
 
 
-def test_without_return_dict_it_is_the_tensor_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_without_return_dict_it_is_the_tensor_alone(
+    tokenizer: PreTrainedTokenizerFast, make_data: MakeData
+) -> None:
     result = NaiveRewardManager(tokenizer, 0)(make_data([("1+2=", "3", "3")]))
     assert isinstance(result, torch.Tensor)
     assert result.tolist() == [[1, 0, 0]]
 
 
 def test_an_empty_response_is_scored_and_writes_nothing(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerFast, make_data: MakeData
 ) -> None:
     manager = NaiveRewardManager(tokenizer, 0, compute_score=lambda **call: len(call) + 0.5)
     rewards, extra = compute_reward(make_data([("1=", "", "1"), ("1=", "1", "1")]), manager)
@@ -84,7 +45,9 @@ def test_an_empty_response_is_scored_and_writes_nothing(
     assert extra == {"acc": [4.5, 4.5]}
 
 
-def test_given_scores_are_passed_on(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_given_scores_are_passed_on(
+    tokenizer: PreTrainedTokenizerFast, make_data: MakeData
+) -> None:
     def never(**call: Any) -> float:
         raise AssertionError("scored although there are scores")
 
@@ -97,7 +60,9 @@ def test_given_scores_are_passed_on(tokenizer: PreTrainedTokenizerFast) -> None:
     assert extra == {"acc": [1.0, 0.0]}
 
 
-def test_what_a_score_function_is_told(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_what_a_score_function_is_told(
+    tokenizer: PreTrainedTokenizerFast, make_data: MakeData
+) -> None:
     calls: list[dict[str, Any]] = []
 
     def record(**call: Any) -> float:
@@ -133,7 +98,9 @@ def test_what_a_score_function_is_told(tokenizer: PreTrainedTokenizerFast) -> No
     assert own == {"index": 7}, "the row's own extra_info was changed"
 
 
-def test_extra_info_may_be_absent_or_none(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_extra_info_may_be_absent_or_none(
+    tokenizer: PreTrainedTokenizerFast, make_data: MakeData
+) -> None:
     def told(extra_info: Any, **call: Any) -> dict[str, Any]:
         return {"score": 0.0, "told": extra_info}
 
@@ -143,7 +110,9 @@ def test_extra_info_may_be_absent_or_none(tokenizer: PreTrainedTokenizerFast) ->
         assert extra["told"] == [{}]
 
 
-def test_mixed_results_make_lists_of_equal_length(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_mixed_results_make_lists_of_equal_length(
+    tokenizer: PreTrainedTokenizerFast, make_data: MakeData
+) -> None:
     results = iter(
         [True, np.float32(0.5), torch.tensor(2.0), {"score": 1, "acc": np.True_, "pred": "x"}]
     )
@@ -157,7 +126,7 @@ def test_mixed_results_make_lists_of_equal_length(tokenizer: PreTrainedTokenizer
     }
 
 
-def test_an_async_score_function(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_async_score_function(tokenizer: PreTrainedTokenizerFast, make_data: MakeData) -> None:
     async def compute_score(solution_str: str, ground_truth: str, **call: Any) -> float:
         return float(solution_str == ground_truth)
 
@@ -179,7 +148,7 @@ async def crash_later(**call: Any) -> float:
 
 @pytest.mark.parametrize("compute_score", [crash, crash_later])
 def test_a_score_function_that_raises(
-    tokenizer: PreTrainedTokenizerFast, compute_score: Callable[..., Any]
+    tokenizer: PreTrainedTokenizerFast, compute_score: Callable[..., Any], make_data: MakeData
 ) -> None:
     data = make_data([("1=", "12", "truth")], uid=["u-5"])
     with pytest.raises(RewardError) as raised:
@@ -205,7 +174,7 @@ def test_a_score_function_that_raises(
     ],
 )
 def test_a_score_function_that_returns_nonsense(
-    tokenizer: PreTrainedTokenizerFast, returned: Any, problem: str
+    tokenizer: PreTrainedTokenizerFast, returned: Any, problem: str, make_data: MakeData
 ) -> None:
     results = iter([1.0, returned])
     manager = NaiveRewardManager(tokenizer, 0, lambda **call: next(results))
@@ -214,14 +183,16 @@ def test_a_score_function_that_returns_nonsense(
     assert problem in str(raised.value)
 
 
-def test_an_unknown_data_source(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_unknown_data_source(tokenizer: PreTrainedTokenizerFast, make_data: MakeData) -> None:
     data = make_data([("1=", "1", "1")], data_source="nowhere")
     with pytest.raises(RewardError, match=r"^no scorer serves the data source 'nowhere'"):
         NaiveRewardManager(tokenizer, 0)(data)
 
 
 @pytest.mark.parametrize("column", ["data_source", "reward_model"])
-def test_a_missing_column(tokenizer: PreTrainedTokenizerFast, column: str) -> None:
+def test_a_missing_column(
+    tokenizer: PreTrainedTokenizerFast, column: str, make_data: MakeData
+) -> None:
     data = make_data([("1=", "1", "1")], extra_info=[{}])
     del data.non_tensor_batch[column]
     with pytest.raises(DataError) as raised:
@@ -232,21 +203,23 @@ def test_a_missing_column(tokenizer: PreTrainedTokenizerFast, column: str) -> No
     assert message.endswith(f"the data has {there}")
 
 
-def test_a_missing_ground_truth(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_missing_ground_truth(tokenizer: PreTrainedTokenizerFast, make_data: MakeData) -> None:
     data = make_data([("1=", "1", "1")] * 2)
     data.non_tensor_batch["reward_model"][1] = {"style": "rule"}
     with pytest.raises(DataError, match=r"row 1: .*'reward_model'.*'ground_truth'.*'style'"):
         NaiveRewardManager(tokenizer, 0)(data)
 
 
-def test_extra_info_that_is_no_dict(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_extra_info_that_is_no_dict(
+    tokenizer: PreTrainedTokenizerFast, make_data: MakeData
+) -> None:
     data = make_data([("1=", "1", "1")], extra_info=["text"])
     with pytest.raises(DataError, match=r"row 0: .*'extra_info'.*'text'"):
         NaiveRewardManager(tokenizer, 0)(data)
 
 
 def test_the_first_samples_of_each_data_source_are_shown(
-    tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+    tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str], make_data: MakeData
 ) -> None:
     sources = ["caldera/arithmetic", "caldera/arithmetic", "openai/gsm8k"]
     data = make_data([("1+1", "2$", "2"), ("1+2", "3", "3"), ("1+3=", "4", "4")], sources)
@@ -265,42 +238,7 @@ def test_the_first_samples_of_each_data_source_are_shown(
     assert capsys.readouterr().out == ""
 
 
-def test_load_reward_manager(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    source = tmp_path / "lengths.py"
-    source.write_text(
-        "def length(data_source, solution_str, ground_truth, extra_info=None, factor=1, plus=0):\n"
-        "    return {'score': len(solution_str) * factor + plus, 'source': data_source}\n"
-    )
-    config = PPOTrainerConfig()
-    config.data.reward_fn_key = "kind"
-    config.reward_model.reward_kwargs = {"factor": 2, "plus": 100}
-    config.custom_reward_function.path = str(source)
-    config.custom_reward_function.name = "length"
-    config.custom_reward_function.reward_kwargs = {"plus": 0.5}
-    manager = load_reward_manager(config, tokenizer, num_examine=0)
-    rewards, extra = compute_reward(make_data([("1=", "123", "1")], kind=["k"]), manager)
-    assert rewards.tolist() == [[0, 0, 6.5]]
-    assert extra == {"score": [6.5], "source": ["k"]}
-
-
-def test_by_default_the_data_source_chooses_the_scorer(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    manager = load_reward_manager(PPOTrainerConfig(), tokenizer, num_examine=0)
-    rewards, _ = compute_reward(make_data([("1+1=", "2", "2")]), manager)
-    assert rewards.tolist() == [[1, 0, 0]]
-
-
-def test_an_unknown_reward_manager(tokenizer: PreTrainedTokenizerFast) -> None:
-    config = PPOTrainerConfig()
-    config.reward_model.reward_manager = "naiv"
-    with pytest.raises(
-        RegistryError, match=r"reward_model\.reward_manager 'naiv'; did you mean 'naive'"
-    ):
-        load_reward_manager(config, tokenizer, num_examine=0)
-
-
-def test_a_manager_must_return_a_dict_when_asked_for_one() -> None:
+def test_a_manager_must_return_a_dict_when_asked_for_one(make_data: MakeData) -> None:
     class TensorOnly:
         def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor:
             return torch.zeros(1, 1)

@@ -1,0 +1,130 @@
+"""DAPO's reward manager: answers that come near the longest allowed lose reward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from caldera.errors import ConfigError, UnknownKeyError, nearest
+from caldera.reward.custom import ScoreFunction
+from caldera.reward.manager import REWARD_MANAGERS, NaiveRewardManager, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["DAPORewardManager", "OverlongPenalty"]
+
+BUFFER_KEY = "reward_model.reward_kwargs.overlong_buffer_cfg"
+BUFFER_SETTINGS = ("enable", "len", "penalty_factor", "log")
+
+
+@dataclass(frozen=True)
+class OverlongPenalty:
+    """Up to `max_length - buffer` tokens are free; from there on, the buffer costs `factor`."""
+
+    max_length: int  # tokens
+    buffer: int  # tokens
+    factor: float
+    log: bool
+    """Whether the penalty of every sample is recorded."""
+
+    def reward(self, length: int) -> float:
+        """What a response of `length` tokens loses, as a number that is at most 0."""
+        exceeding = length - (self.max_length - self.buffer)
+        return -exceeding / self.buffer * self.factor if exceeding > 0 else 0.0
+
+
+@REWARD_MANAGERS.register("dapo")
+class DAPORewardManager(NaiveRewardManager):
+    """The naive manager with a penalty for long responses, which is added to their score.
+
+    `overlong_buffer_cfg` holds `enable`; `len`, the tokens before `max_resp_len` on which the
+    penalty grows from nothing to `penalty_factor`; and `log`, which records `overlong_reward` and
+    `overlong` (whether there is a penalty) of every sample. What the score function said is
+    recorded without the penalty.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_examine: int,
+        compute_score: ScoreFunction | None = None,
+        reward_fn_key: str = "data_source",
+        max_resp_len: int | None = None,
+        overlong_buffer_cfg: Mapping[str, Any] | None = None,
+        **reward_kwargs: Any,
+    ) -> None:
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **reward_kwargs)
+        self.overlong = _read_penalty(overlong_buffer_cfg, max_resp_len)
+
+    def _judge(self, sample: Sample, returned: Any) -> tuple[float, dict[str, Any]]:
+        score, extras = super()._judge(sample, returned)
+        if self.overlong is None:
+            return score, extras
+        overlong_reward = self.overlong.reward(sample.response_length)
+        if self.overlong.log:
+            extras |= {"overlong_reward": overlong_reward, "overlong": overlong_reward < 0}
+        return score + overlong_reward, extras
+
+    def _response_text(self, token_ids: torch.Tensor) -> str:
+        text = super()._response_text(token_ids)
+        # Decoding drops the token; a model may also have spelt it out.
+        return text.removesuffix(str(self.tokenizer.eos_token or ""))
+
+
+def _read_penalty(settings: Any, max_resp_len: Any) -> OverlongPenalty | None:
+    """The penalty that the settings describe, or None if there is none."""
+    if settings is None:
+        return None
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{BUFFER_KEY}={settings!r}: takes {', '.join(BUFFER_SETTINGS)}")
+    for name in settings:
+        if name not in BUFFER_SETTINGS:
+            guess = nearest(str(name), BUFFER_SETTINGS)
+            hint = f"; did you mean {guess!r}?" if guess else ""
+            known = ", ".join(BUFFER_SETTINGS)
+            raise UnknownKeyError(f"{BUFFER_KEY}.{name} does not exist{hint} (known: {known})")
+    if "enable" not in settings:
+        raise ConfigError(f"{BUFFER_KEY}.enable is missing: takes true or false")
+    if not _read_switch(settings, "enable"):
+        return None
+    if not _is_count(max_resp_len):
+        raise ConfigError(
+            f"reward_model.reward_kwargs.max_resp_len={_shown(max_resp_len)}: takes the most "
+            f"tokens of a response, from 1, where {BUFFER_KEY}.enable=true"
+        )
+    buffer = settings.get("len")
+    if not _is_count(buffer) or buffer > max_resp_len:
+        raise ConfigError(
+            f"{BUFFER_KEY}.len={_shown(buffer)}: takes a number of tokens from 1 to "
+            f"max_resp_len={max_resp_len}"
+        )
+    factor = settings.get("penalty_factor")
+    if (
+        isinstance(factor, bool)
+        or not isinstance(factor, int | float)
+        or not 0 <= factor < math.inf
+    ):
+        raise ConfigError(
+            f"{BUFFER_KEY}.penalty_factor={_shown(factor)}: takes a number, 0 or larger"
+        )
+    return OverlongPenalty(max_resp_len, buffer, float(factor), _read_switch(settings, "log"))
+
+
+def _read_switch(settings: Mapping[str, Any], name: str) -> bool:
+    value = settings.get(name, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{BUFFER_KEY}.{name}={_shown(value)}: takes true or false")
+    return value
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else repr(value)

@@ -1,0 +1,93 @@
+"""From rewards to advantages on the driver, and what corrects for the sampler's policy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from caldera.config import AlgorithmConfig
+from caldera.core_algos import (
+    AdvantageInputs,
+    compute_offpolicy_metrics,
+    compute_pf_ppo_indices,
+    compute_rollout_correction_and_rejection_mask,
+    compute_variance_proxies,
+    estimate_advantages,
+)
+from caldera.models.seeds import derive_seed
+from caldera.protocol import DataProto, tensors_of
+from caldera.trainer.ppo.metrics import compute_rollout_diff_metrics
+
+Metrics = dict[str, float]
+
+
+def correct_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> Metrics:
+    """Compare the sampler's log-probs with the trainer's, and correct for the difference.
+
+    Adds rollout_is_weights, and takes what is rejected out of response_mask, where
+    `algorithm.rollout_correction` says so. In bypass mode the policy loss does this instead.
+    """
+    tensors, correction = tensors_of(batch), algorithm.rollout_correction
+    sampled = tensors.get("rollout_log_probs", None)
+    if sampled is None or correction.bypass_mode:
+        return {}
+    old, mask = tensors["old_log_probs"], tensors["response_mask"]
+    differences = compute_rollout_diff_metrics(sampled, old, mask)
+    if correction.rollout_is is None and correction.rollout_rs is None:
+        return differences | _floats(compute_offpolicy_metrics(old, sampled, mask))
+    weights, kept, metrics = compute_rollout_correction_and_rejection_mask(
+        old, sampled, mask,
+        rollout_is=correction.rollout_is,
+        rollout_is_threshold=correction.rollout_is_threshold,
+        rollout_rs=correction.rollout_rs,
+        rollout_rs_threshold=correction.rollout_rs_threshold,
+        rollout_is_batch_normalize=correction.rollout_is_batch_normalize,
+    )  # fmt: skip
+    tensors["response_mask"] = kept
+    if weights is not None:
+        tensors["rollout_is_weights"] = weights
+    return differences | _floats(metrics)
+
+
+def compute_advantage(batch: DataProto, algorithm: AlgorithmConfig, step: int) -> DataProto:
+    """The batch with advantages and returns; with PF-PPO, its rows drawn anew by their scores."""
+    tensors = tensors_of(batch)
+    optional = ("values", "reward_baselines", "sum_pi_squared", "old_log_probs")
+    held = {key: tensors.get(key, None) for key in (*optional, "rollout_is_weights")}
+    inputs = AdvantageInputs(
+        tensors["token_level_rewards"], tensors["response_mask"],
+        index=batch.non_tensor_batch["uid"], non_tensor_batch=batch.non_tensor_batch,
+        batch=tensors, **held,
+    )  # fmt: skip
+    advantages, returns = estimate_advantages(algorithm.adv_estimator, inputs, algorithm)
+    tensors["advantages"], tensors["returns"] = advantages, returns
+    return redraw(batch, algorithm, step) if algorithm.use_pf_ppo else batch
+
+
+def redraw(batch: DataProto, algorithm: AlgorithmConfig, step: int) -> DataProto:
+    """PF-PPO: the batch with its rows drawn anew by their scores."""
+    draw = torch.Generator().manual_seed(derive_seed(0, "pf_ppo", step))
+    scores = tensors_of(batch)["token_level_scores"].sum(-1)  # (B,)
+    settings = algorithm.pf_ppo
+    rows = compute_pf_ppo_indices(scores, draw, settings.reweight_method, settings.weight_pow)
+    return batch.select_idxs(rows)
+
+
+def variance_metrics(batch: DataProto, grad_norm: float | None) -> Metrics:
+    """How noisy the gradient of this batch was, where sum_pi_squared is there to tell."""
+    tensors = tensors_of(batch)
+    if tensors.get("sum_pi_squared", None) is None or grad_norm is None:
+        return {}
+    proxies = compute_variance_proxies(
+        tensors["advantages"],
+        tensors["old_log_probs"],
+        tensors["sum_pi_squared"],
+        tensors["response_mask"],
+        tensors.get("rollout_is_weights", None),
+        torch.tensor(grad_norm),
+    )
+    return _floats(proxies)
+
+
+def _floats(metrics: dict[str, Tensor]) -> Metrics:
+    return {name: float(value) for name, value in metrics.items()}

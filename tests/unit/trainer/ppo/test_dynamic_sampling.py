@@ -1,0 +1,97 @@
+"""Which groups teach something, and how many batches a step takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from caldera.config import PPOTrainerConfig
+from caldera.errors import ConfigError, DataError
+from caldera.protocol import DataProto
+from caldera.trainer.ppo.dynamic_sampling import GroupFilter, informative_rows
+
+
+def scored(scores: list[float], uids: str, acc: list[float] | None = None) -> DataProto:
+    """One token a sample; `uids` has a letter a sample."""
+    columns = {"uid": np.array(list(uids), dtype=object)}
+    if acc is not None:
+        columns["acc"] = np.array(acc, dtype=object)
+    return DataProto.from_dict({"token_level_scores": torch.tensor(scores)[:, None]}, columns)
+
+
+def config(enable: bool = True, prompts: int = 2, most: int = 0) -> PPOTrainerConfig:
+    made = PPOTrainerConfig()
+    made.algorithm.filter_groups.enable = enable
+    made.algorithm.filter_groups.metric = "score"
+    made.algorithm.filter_groups.max_num_gen_batches = most
+    made.data.train_batch_size = prompts
+    made.actor_rollout_ref.rollout.n = 2
+    return made
+
+
+def test_groups_whose_values_differ_are_informative() -> None:
+    batch = scored([1, 1, 0, 1, 0, 0, 0.5], "aabbccd")
+    assert informative_rows(batch, "score").tolist() == [False] * 2 + [True] * 2 + [False] * 2 + [
+        True  # alone in its group
+    ]
+
+
+def test_a_value_of_the_scorers_decides() -> None:
+    batch = scored([1, 1, 0, 1], "aabb", acc=[0, 1, 1, 1])
+    assert informative_rows(batch, "acc").tolist() == [True, True, False, False]
+    assert informative_rows(batch, "seq_reward").tolist() == [False, False, True, True]
+
+
+def test_members_of_a_group_need_not_be_neighbours() -> None:
+    assert informative_rows(scored([1, 0, 0, 0], "abab"), "score").tolist() == [
+        True, False, True, False,
+    ]  # fmt: skip
+
+
+def test_an_unknown_value_lists_the_known_ones() -> None:
+    batch = scored([1, 1], "aa", acc=[1, 1])
+    with pytest.raises(ConfigError, match=r"metric='accuracy': takes score, .*the rows have acc"):
+        informative_rows(batch, "accuracy")
+
+
+def test_without_the_filter_one_batch_is_handed_back() -> None:
+    groups = GroupFilter(config(enable=False))
+    assert not groups.enough
+    batch = scored([1, 1], "aa")
+    groups.add(batch)
+    assert groups.enough
+    taken, metrics = groups.take()
+    assert taken is batch
+    assert metrics == {}
+
+
+def test_batches_are_collected_until_there_are_enough_prompts() -> None:
+    groups = GroupFilter(config(prompts=2))
+    groups.add(scored([1, 0, 1, 1], "aabb"))
+    assert not groups.enough
+    groups.add(scored([0, 0], "cc"))  # nothing of it is kept
+    assert not groups.enough
+    groups.add(scored([0, 1, 1, 0], "ddee"))
+    assert groups.enough and groups.batches == 3
+    batch, metrics = groups.take()
+    assert batch.non_tensor_batch["uid"].tolist() == list("aadd")  # e is one too many
+    assert metrics == {
+        "training/num_gen_batches": 3.0,
+        "training/filter_groups/kept_ratio": 3 / 5,
+        "training/filter_groups/evicted_samples": 4.0,
+    }
+
+
+def test_the_limit_is_told() -> None:
+    groups = GroupFilter(config(prompts=2, most=2))
+    groups.add(scored([1, 0], "aa"))
+    with pytest.raises(DataError, match=r"max_num_gen_batches=2 .* only 1 of the 2 prompts"):
+        groups.add(scored([0, 0], "bb"))
+
+
+def test_the_last_allowed_batch_may_be_enough() -> None:
+    groups = GroupFilter(config(prompts=2, most=2))
+    groups.add(scored([1, 0], "aa"))
+    groups.add(scored([1, 0], "bb"))
+    assert groups.enough
