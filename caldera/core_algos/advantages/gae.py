@@ -10,7 +10,12 @@ from torch.nn import functional
 
 from caldera.core_algos.advantages.base import AdvantageEstimator, register_adv_est
 from caldera.core_algos.advantages.scan import reverse_scan
-from caldera.core_algos.advantages.tokens import KeptTokens, in_row_blocks, whiten_in_place
+from caldera.core_algos.advantages.tokens import (
+    KeptTokens,
+    Moments,
+    in_row_blocks,
+    whiten_in_place,
+)
 
 if TYPE_CHECKING:
     from caldera.config.algorithm import AlgorithmConfig
@@ -31,17 +36,20 @@ def compute_gae_advantage_return(
     value; the advantages are then whitened.
     """
 
-    def rows(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def rows(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
         tokens = KeptTokens(mask)
         packed_values = tokens.pack(values)
         next_values = functional.pad(packed_values[:, 1:], (0, 1))
         deltas = tokens.pack_rewards(rewards) + gamma * next_values - packed_values
         packed_advantages = reverse_scan(deltas, gamma * lam)
         returns = tokens.unpack(packed_advantages + packed_values)
-        return tokens.unpack(packed_advantages), returns
+        advantages = tokens.unpack(packed_advantages)
+        return advantages, returns, tokens.mask, *Moments.of(advantages, tokens.mask)
 
-    advantages, returns = in_row_blocks(rows, token_level_rewards, values, response_mask)
-    return whiten_in_place(advantages, response_mask), returns
+    advantages, returns, mask, *moments = in_row_blocks(
+        rows, token_level_rewards, values, response_mask
+    )
+    return whiten_in_place(advantages, mask, Moments(*moments)), returns
 
 
 @register_adv_est(AdvantageEstimator.GAE)

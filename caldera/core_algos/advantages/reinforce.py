@@ -12,6 +12,7 @@ from caldera.core_algos.advantages.groups import Groups
 from caldera.core_algos.advantages.scan import reverse_scan
 from caldera.core_algos.advantages.tokens import (
     KeptTokens,
+    Moments,
     count_tokens,
     in_row_blocks,
     spread,
@@ -38,13 +39,13 @@ def compute_reinforce_plus_plus_outcome_advantage(
     earlier token of the mask.
     """
 
-    def rows(rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def rows(rewards: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
         tokens = KeptTokens(mask)
         returns = tokens.unpack(reverse_scan(tokens.pack_rewards(rewards), config.gamma))
-        return returns, returns
+        return returns, tokens.mask, *Moments.of(returns, tokens.mask)
 
-    advantages, returns = in_row_blocks(rows, token_level_rewards, response_mask)
-    return whiten_in_place(advantages, response_mask), returns
+    returns, mask, *moments = in_row_blocks(rows, token_level_rewards, response_mask)
+    return whiten_in_place(returns.clone(), mask, Moments(*moments)), returns
 
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)

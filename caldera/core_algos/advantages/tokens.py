@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,8 +71,8 @@ class KeptTokens:
     def packed_mask(self) -> Tensor:
         if self._in_front:
             return self.mask
-        places = torch.arange(self.mask.shape[-1], device=self.mask.device)
-        return places < self.mask.sum(-1, keepdim=True)
+        places = torch.arange(self.mask.shape[-1], dtype=torch.int32, device=self.mask.device)
+        return places < self.mask.sum(-1, keepdim=True, dtype=torch.int32)
 
     def zero_outside(self, values: Tensor) -> Tensor:
         return torch.where(self.mask, values, 0)  # faster than masked_fill
@@ -146,28 +147,41 @@ def spread(per_response: Tensor, response_mask: Tensor, dtype: torch.dtype) -> T
 
 def whiten_responses(per_response: Tensor, counts: Tensor) -> Tensor:
     """(B,): the numbers after whitening, where each stands on all tokens of its response."""
-    total = _at_least_two(counts)
-    mean = (per_response * counts).sum() / total
-    centred = per_response - mean
-    variance = (centred.square() * counts).sum() / (total - 1)
-    return centred * torch.rsqrt(variance + _WHITEN_EPSILON)
+    mean, scale = Moments(counts, per_response, torch.zeros_like(per_response)).whitening()
+    return (per_response - mean) * scale
 
 
-def whiten_in_place(values: Tensor, mask: Tensor) -> Tensor:
-    """`masked_whiten` of values that are zero outside the mask, where they stay zero."""
-    total = _at_least_two(count_tokens(mask))
-    sums = in_row_blocks(lambda rows: (rows.sum(-1, dtype=torch.float64),), values)[0]
-    mean = sums.sum() / total
-    squares = values.new_zeros((), dtype=torch.float64)
+def whiten_in_place(values: Tensor, mask: Tensor, moments: Moments) -> Tensor:
+    """`masked_whiten`, with zeros outside the mask; `moments` are those of the values."""
+    mean, scale = moments.whitening()
+    nothing = values.new_zeros(())
     for rows in row_blocks(values):
-        centred = torch.where(mask[rows].bool(), values[rows] - mean, 0)
-        squares += centred.square().sum(dtype=torch.float64)
-        values[rows] = centred
-    return values.mul_(torch.rsqrt(squares / (total - 1) + _WHITEN_EPSILON))
+        whitened = values[rows].sub_(mean).mul_(scale)
+        torch.where(mask[rows], whitened, nothing, out=whitened)
+    return values
 
 
-def _at_least_two(counts: Tensor) -> int:
-    total = int(counts.sum())
-    if total <= 1:
-        raise DataError(f"whitening needs at least 2 unmasked tokens, the mask keeps {total}")
-    return total
+class Moments(NamedTuple):
+    """Count, mean and sum of squared deviations of each row's kept values, as (B,)."""
+
+    counts: Tensor
+    means: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor) -> Moments:
+        """Of values that are zero outside the mask; in float64."""
+        counts = mask.sum(-1)
+        means = values.sum(-1, dtype=torch.float64) / counts.clamp(min=1)
+        deviations = torch.where(mask, values - means.to(values.dtype).unsqueeze(-1), 0)
+        return cls(counts, means, deviations.square().sum(-1, dtype=torch.float64))
+
+    def whitening(self) -> tuple[float, float]:
+        """The mean of all values, and one over their standard deviation."""
+        count = int(self.counts.sum())
+        if count <= 1:
+            raise DataError(f"whitening needs at least 2 unmasked tokens, the mask keeps {count}")
+        mean = (self.counts * self.means).sum() / count
+        between = self.counts * (self.means - mean).square()
+        variance = (self.squares + between).sum() / (count - 1)
+        return mean.item(), torch.rsqrt(variance + _WHITEN_EPSILON).item()
