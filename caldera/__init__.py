@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from caldera.protocol import DataProto
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from caldera.protocol import DataProto
+
+__all__ = ["DataProto", "__version__"]
 
 __version__ = "0.1.0"
 
-__all__ = ["DataProto", "__version__"]
+
+def __getattr__(name: str) -> Any:
+    """DataProto brings torch along, for which `caldera train --help` need not wait."""
+    if name != "DataProto":
+        raise AttributeError(f"module 'caldera' has no attribute {name!r}")
+    from caldera.protocol import DataProto
+
+    return DataProto

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from caldera.config import PPOTrainerConfig, load_config
 from caldera.data import hf_tokenizer
 from caldera.demo import arithmetic
@@ -147,6 +149,7 @@ DEMOS = {
 def run_demo(name: str, output: Path, lora: bool, overrides: Sequence[str]) -> None:
     """Prepare, train, report. Everything is written under `output`, which starts empty."""
     demo = DEMOS[name]
+    disable_progress_bar()  # of transformers, which would tear our own
     print_line(f"{demo.title}: everything is written to {output}")
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from rich.logging import RichHandler
-from transformers.utils.logging import disable_progress_bar
 
 from caldera.errors import CalderaError
 from caldera.tracking.console import CONSOLE
@@ -29,7 +28,6 @@ def run_entry_point(work: Callable[[], None]) -> int:
     handler = RichHandler(console=CONSOLE, show_path=False, show_time=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     logging.getLogger("caldera").setLevel(level)
-    disable_progress_bar()  # of loading and saving: it would tear our own
     try:
         work()
     except CalderaError as error:

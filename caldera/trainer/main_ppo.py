@@ -16,11 +16,12 @@ from caldera.config import (
     load_config,
 )
 from caldera.trainer.entry import run_entry_point, split_overrides
-from caldera.trainer.ppo.setup import TaskRunner
 
 
 def run_ppo(config: PPOTrainerConfig) -> None:
     """Train as the config says, in this process."""
+    from caldera.trainer.ppo.setup import TaskRunner  # torch and transformers take seconds
+
     TaskRunner().run(config)
 
 

@@ -36,7 +36,7 @@ def test_the_changelog_has_an_unreleased_section_on_top() -> None:
 
 
 def test_import_caldera_imports_no_optional_library() -> None:
-    code = "import caldera, json, sys; print(json.dumps(sorted(sys.modules)))"
+    code = "import caldera, json, sys; caldera.DataProto; print(json.dumps(sorted(sys.modules)))"
     imported = {name.partition(".")[0] for name in json.loads(python_output("-c", code))}
     assert "torch" in imported, "the list of imported modules is not what this test expects"
     assert imported & OPTIONAL_LIBRARIES == set()
@@ -45,3 +45,11 @@ def test_import_caldera_imports_no_optional_library() -> None:
 def test_the_public_names_are_these() -> None:
     assert sorted(caldera.__all__) == ["DataProto", "__version__"]
     assert all(hasattr(caldera, name) for name in caldera.__all__)
+
+
+def test_the_command_line_shows_its_keys_without_waiting_for_torch() -> None:
+    code = (
+        "import sys; from caldera.trainer.main_ppo import main; "
+        "main(['--help', 'algorithm.gamma']); print('torch' in sys.modules)"
+    )
+    assert python_output("-c", code).splitlines()[-1] == "False"

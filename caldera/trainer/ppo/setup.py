@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from caldera.config import (
     PPOTrainerConfig,
@@ -47,6 +48,7 @@ class TaskRunner:
 
     def build(self, config: PPOTrainerConfig) -> RayPPOTrainer:
         """A trainer whose workers have loaded their models."""
+        disable_progress_bar()  # of transformers, in loading and saving: it would tear our own
         seed_everything(config.actor_rollout_ref.rollout.seed)
         chosen = resolve_for_machine(config, torch.cuda.device_count())
         if chosen:
