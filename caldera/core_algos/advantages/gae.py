@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from caldera.core_algos.advantages.base import AdvantageEstimator, register_adv_est
 from caldera.core_algos.advantages.scan import reverse_scan
@@ -39,11 +38,11 @@ def compute_gae_advantage_return(
     def rows(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
         tokens = KeptTokens(mask)
         packed_values = tokens.pack(values)
-        next_values = functional.pad(packed_values[:, 1:], (0, 1))
-        deltas = tokens.pack_rewards(rewards) + gamma * next_values - packed_values
+        deltas = tokens.pack_rewards(rewards).sub_(packed_values)
+        deltas[:, :-1].add_(packed_values[:, 1:], alpha=gamma)
         packed_advantages = reverse_scan(deltas, gamma * lam)
-        returns = tokens.unpack(packed_advantages + packed_values)
         advantages = tokens.unpack(packed_advantages)
+        returns = tokens.unpack(packed_values.add_(packed_advantages))
         return advantages, returns, tokens.mask, *Moments.of(advantages, tokens.mask)
 
     advantages, returns, mask, *moments = in_row_blocks(

@@ -103,10 +103,10 @@ def _of_groups(
     lay_out = tokens.pack if packed else tokens.zero_outside
     alive = tokens.packed_mask() if packed else tokens.mask
 
-    energy = 1 - 2 * trajectories.old_log_probs.exp() + trajectories.sum_pi_squared
-    weight = lay_out(energy.clamp(min=0)).cumsum(-1)  # rounding makes no square negative
+    energy = trajectories.old_log_probs.exp().mul_(-2).add_(1).add_(trajectories.sum_pi_squared)
+    weight = lay_out(energy.clamp_(min=0)).cumsum(-1)  # rounding makes no square negative
     if trajectories.rollout_is_weights is not None:
-        weight = weight * lay_out(trajectories.rollout_is_weights).square()
+        weight *= lay_out(trajectories.rollout_is_weights).square_()
     weight = torch.where(alive, weight, 0)
 
     to_go = reverse_scan(tokens.pack_rewards(trajectories.rewards), 1.0)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+_float_range = partial(torch.arange, dtype=torch.float64)  # powers of integers are float32
 _CHUNK = 32  # tokens that one product with a matrix of powers sums up
 
 
@@ -28,13 +31,13 @@ def reverse_scan(addends: Tensor, decay: float) -> Tensor:
     sums = chunks @ _powers(_CHUNK, decay, addends)
     firsts = reverse_scan(sums[:, :, 0], decay**_CHUNK)  # (B, N), whole sums
     following = functional.pad(firsts[:, 1:], (0, 1)).unsqueeze(-1)  # (B, N, 1)
-    distance = torch.arange(_CHUNK, 0, -1, device=addends.device)  # to the next chunk's first
+    distance = _float_range(_CHUNK, 0, -1, device=addends.device)  # to the next chunk's first
     sums.addcmul_(following, (decay**distance).to(addends.dtype))
     return sums.view(batch, -1)[:, :width]
 
 
 def _powers(size: int, decay: float, like: Tensor) -> Tensor:
     """(T, T): what place j adds to the sum at place i, decay^(j - i), in row j and column i."""
-    places = torch.arange(size, device=like.device)
+    places = _float_range(size, device=like.device)
     distance = places.unsqueeze(-1) - places
     return (decay ** distance.clamp(min=0)).tril().to(like.dtype)

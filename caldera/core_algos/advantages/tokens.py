@@ -170,11 +170,11 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Moments:
-        """Of values that are zero outside the mask; in float64."""
+        """Of values that are zero outside the mask."""
         counts = mask.sum(-1)
-        means = values.sum(-1, dtype=torch.float64) / counts.clamp(min=1)
-        deviations = torch.where(mask, values - means.to(values.dtype).unsqueeze(-1), 0)
-        return cls(counts, means, deviations.square().sum(-1, dtype=torch.float64))
+        means = values.sum(-1) / counts.clamp(min=1)
+        deviations = torch.where(mask, values - means.unsqueeze(-1), 0)
+        return cls(counts, means.double(), deviations.square_().sum(-1).double())
 
     def whitening(self) -> tuple[float, float]:
         """The mean of all values, and one over their standard deviation."""

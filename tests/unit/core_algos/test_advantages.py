@@ -31,7 +31,8 @@ def assert_close(actual: Tensor, expected: Any) -> None:
 
 class TestGae:
     def test_by_hand_with_an_observation_amid_the_response(self) -> None:
-        rewards = torch.tensor([[0.0, 9.0, 1.0], [0.5, NAN, NAN], [NAN, NAN, NAN]])
+        # the reward of the observation belongs to the action before it: -2 + 2 = 0
+        rewards = torch.tensor([[-2.0, 2.0, 1.0], [0.5, NAN, NAN], [NAN, NAN, NAN]])
         values = torch.tensor([[1.0, 7.0, 2.0], [0.5, NAN, NAN], [NAN, NAN, NAN]])
         mask = torch.tensor([[1, 0, 1], [1, 0, 0], [0, 0, 0]])
         advantages, returns = compute_gae_advantage_return(rewards, values, mask, 0.5, 0.5)
@@ -75,16 +76,21 @@ class TestGae:
 def gae_by_loop(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Drop the tokens outside the mask, run the textbook recursion, put the rest back."""
+    """Drop the tokens outside the mask, run the textbook recursion, put the rest back.
+
+    Rewards outside the mask are kept for the token of the mask before them.
+    """
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     seen: list[float] = []
     for i in range(len(rewards)):
-        kept = [t for t in range(rewards.shape[1]) if mask[i, t]]
-        next_value = next_advantage = 0.0
-        for t in reversed(kept):
-            delta = rewards[i, t].item() + gamma * next_value - values[i, t].item()
+        reward = next_value = next_advantage = 0.0
+        for t in reversed(range(rewards.shape[1])):
+            reward += rewards[i, t].item()
+            if not mask[i, t]:
+                continue
+            delta = reward + gamma * next_value - values[i, t].item()
             next_advantage = delta + gamma * lam * next_advantage
-            next_value = values[i, t].item()
+            next_value, reward = values[i, t].item(), 0.0
             advantages[i, t] = next_advantage
             returns[i, t] = next_advantage + next_value
             seen.append(next_advantage)
@@ -174,7 +180,8 @@ def grpo_by_loop(rewards: Tensor, mask: Tensor, uids: list[int], normalise: bool
 
 class TestReinforcePlusPlus:
     def test_by_hand_with_an_observation_amid_the_response(self) -> None:
-        rewards = torch.tensor([[1.0, 9.0, 2.0], [0.0, 4.0, NAN], [NAN, NAN, NAN]])
+        # the reward of the observation belongs to the action before it: -3 + 4 = 1
+        rewards = torch.tensor([[-3.0, 4.0, 2.0], [0.0, 4.0, NAN], [NAN, NAN, NAN]])
         mask = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 0]])
         advantages, returns = compute_reinforce_plus_plus_outcome_advantage(
             rewards, mask, AlgorithmConfig(gamma=0.5)
@@ -200,11 +207,17 @@ class TestRegistry:
             "index": np.array(["a", "a"], dtype=object),
             "values": torch.zeros(2, 2),
             "reward_baselines": torch.zeros(2),
+            "sum_pi_squared": torch.full((2, 2), 0.5),
+            "old_log_probs": torch.full((2, 2), 0.5).log(),
+            "rollout_is_weights": torch.ones(2, 2),
+            "non_tensor_batch": {"acc": np.array([1.0, 0.0], dtype=object)},
+            "batch": {"responses": torch.zeros(2, 2)},
         }
-        config = AlgorithmConfig()
+        config = AlgorithmConfig(gdpo_reward_keys=["acc"])
         advantages, returns = estimate_advantages(name, AdvantageInputs(**arguments), config)
         assert advantages.shape == returns.shape == (2, 2)
         assert not advantages.requires_grad
+        assert not returns.requires_grad
         assert advantages[0, 0] > advantages[1, 0]
         directly, _ = get_adv_estimator_fn(name)(config=config, **arguments)
         torch.testing.assert_close(directly, advantages)
@@ -226,6 +239,33 @@ class TestRegistry:
     def test_grpo_asks_for_uids(self) -> None:
         with pytest.raises(ProtocolError, match="'grpo' needs index"):
             estimate_advantages("grpo", AdvantageInputs(self.REWARDS, self.MASK), AlgorithmConfig())
+
+    @pytest.mark.parametrize(
+        ("name", "needed"),
+        [
+            ("remax", "needs reward_baselines"),
+            ("optimal_token_baseline", r"actor_rollout_ref\.actor\.calculate_sum_pi_squared=True"),
+            ("tir_optimal_token_baseline", "calculate_sum_pi_squared=True"),
+        ],
+    )
+    def test_missing_inputs_name_what_brings_them(self, name: str, needed: str) -> None:
+        inputs = AdvantageInputs(self.REWARDS, self.MASK, ["a", "a"], old_log_probs=self.REWARDS)
+        with pytest.raises(ConfigError, match=f"algorithm.adv_estimator='{name}' .*{needed}"):
+            estimate_advantages(name, inputs, AlgorithmConfig())
+
+    def test_an_own_estimator_that_asks_for_what_there_is_not(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ADV_ESTIMATORS, "_items", dict(ADV_ESTIMATORS._items))
+
+        @register_adv_est("novel")
+        def novel(token_level_rewards: Tensor, moon_phase: Tensor) -> tuple[Tensor, Tensor]:
+            return token_level_rewards, moon_phase
+
+        with pytest.raises(ProtocolError, match="'novel' needs moon_phase, which the batch does"):
+            estimate_advantages(
+                "novel", AdvantageInputs(self.REWARDS, self.MASK), AlgorithmConfig()
+            )
 
     def test_an_own_estimator_takes_what_it_names(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ADV_ESTIMATORS, "_items", dict(ADV_ESTIMATORS._items))
