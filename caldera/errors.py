@@ -10,7 +10,9 @@
     |- RegistryError (KeyError)     an unknown or doubly registered name: lists the known ones
     |- RewardError (RuntimeError)   a scorer that raised or returned nonsense: names the sample
     |- RolloutError (RuntimeError)  a sampler that cannot serve a request
-    `- CheckpointError (RuntimeError)  a checkpoint that is missing, incomplete or does not fit
+    |- CheckpointError (RuntimeError)  a checkpoint that is missing, incomplete or does not fit
+    `- WorkerError (RuntimeError)   a worker that raised, died or fell silent: shows which, and
+                                    what the other ranks were doing
 
 Three kinds of failure are told apart:
 
@@ -36,6 +38,7 @@ __all__ = [
     "RolloutError",
     "UnknownKeyError",
     "UnsupportedError",
+    "WorkerError",
     "nearest",
 ]
 
@@ -81,6 +84,10 @@ class RolloutError(CalderaError, RuntimeError):
 
 class CheckpointError(CalderaError, RuntimeError):
     """A checkpoint that is missing, incomplete or does not fit."""
+
+
+class WorkerError(CalderaError, RuntimeError):
+    """A worker in another process that raised, died or fell silent."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
-from caldera.single_controller.decorator import Dispatch, Execute, register
-from caldera.single_controller.resource_pool import ResourcePool, ResourcePoolManager, Role
+from caldera.single_controller.colocated import (
+    create_colocated_worker_cls,
+    create_colocated_worker_cls_fused,
+)
+from caldera.single_controller.decorator import (
+    Dispatch,
+    Execute,
+    register,
+    register_dispatch_mode,
+    update_dispatch_mode,
+)
+from caldera.single_controller.dispatching import make_nd_compute_dataproto_dispatch_fn
+from caldera.single_controller.in_process import InProcessWorkerGroup, LocalWorkerGroup
+from caldera.single_controller.processes import ProcessWorkerGroup
+from caldera.single_controller.resource_pool import (
+    ResourcePool,
+    ResourcePoolManager,
+    Role,
+    merge_resource_pool,
+    split_resource_pool,
+)
 from caldera.single_controller.worker import Worker
-from caldera.single_controller.worker_group import LocalWorkerGroup
+from caldera.single_controller.worker_group import ClassWithInitArgs, Pending, WorkerGroup
 
 __all__ = [
+    "ClassWithInitArgs",
     "Dispatch",
     "Execute",
+    "InProcessWorkerGroup",
     "LocalWorkerGroup",
+    "Pending",
+    "ProcessWorkerGroup",
     "ResourcePool",
     "ResourcePoolManager",
     "Role",
     "Worker",
+    "WorkerGroup",
+    "create_colocated_worker_cls",
+    "create_colocated_worker_cls_fused",
+    "make_nd_compute_dataproto_dispatch_fn",
+    "merge_resource_pool",
     "register",
+    "register_dispatch_mode",
+    "split_resource_pool",
+    "update_dispatch_mode",
 ]

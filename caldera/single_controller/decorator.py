@@ -6,25 +6,60 @@ arguments and how the answers are put together; *execute* says which ranks run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
-from caldera.protocol import DataProto
+from caldera.errors import ConfigError, RegistryError
+from caldera.protocol import DataProtoFuture
 
 ATTRIBUTE = "attrs_3141562937"
 """Where `register` leaves its note on a method."""
 
 F = TypeVar("F", bound=Callable[..., Any])
-Arguments = tuple[list[Any], dict[str, Any]]
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+DispatchFn: TypeAlias = Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
+"""(group, *args, **kwargs) -> args and kwargs, each of them a list with one value for each rank."""
+CollectFn: TypeAlias = Callable[[Any, list[Any]], Any]
+"""(group, the ranks' answers, or what stands for them when the call does not block) -> answer"""
 
 
-class Dispatch(Enum):
-    RANK_ZERO = auto()
-    ONE_TO_ALL = auto()
-    ALL_TO_ALL = auto()
-    DP_COMPUTE_PROTO = auto()
+class _Modes(type):
+    """Makes the modes, also those that are registered later, attributes of `Dispatch`."""
+
+    _known: dict[str, Dispatch]
+
+    def __getattr__(cls, name: str) -> Dispatch:
+        if name.startswith("_") or name not in cls._known:
+            raise AttributeError(f"Dispatch has no mode {name!r} (known: {', '.join(cls._known)})")
+        return cls._known[name]
+
+    def __iter__(cls) -> Iterator[Dispatch]:
+        return iter(cls._known.values())
+
+
+@dataclass(frozen=True)
+class Dispatch(metaclass=_Modes):
+    """A way to deal arguments to the ranks and to collect their answers; see `dispatching`."""
+
+    name: str
+
+    _known: ClassVar[dict[str, Dispatch]] = {}
+
+    RANK_ZERO: ClassVar[Dispatch]
+    ONE_TO_ALL: ClassVar[Dispatch]
+    ALL_TO_ALL: ClassVar[Dispatch]
+    DP_COMPUTE: ClassVar[Dispatch]
+    DP_COMPUTE_PROTO: ClassVar[Dispatch]
+    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[Dispatch]
+    DP_COMPUTE_METRIC: ClassVar[Dispatch]
+    DIRECT_ROLLOUT_METHOD: ClassVar[Dispatch]
+
+    def __repr__(self) -> str:
+        return f"Dispatch.{self.name}"
 
 
 class Execute(Enum):
@@ -32,57 +67,139 @@ class Execute(Enum):
     RANK_ZERO = auto()
 
 
+DispatchMode: TypeAlias = Dispatch | Mapping[str, Callable[..., Any]]
+"""A mode, or {"dispatch_fn": ..., "collect_fn": ...}."""
+
+
 @dataclass(frozen=True)
 class Registration:
-    dispatch_mode: Dispatch
-    execute_mode: Execute
+    """What `register` notes on a method."""
+
+    dispatch_mode: DispatchMode
+    execute_mode: Execute = Execute.ALL
+    blocking: bool = True
+    materialize_futures: bool = True
+    needs: tuple[str, ...] | None = None
+
+
+_functions: dict[Dispatch, tuple[DispatchFn, CollectFn]] = {}
+
+
+def _names() -> list[str]:
+    return [mode.name for mode in Dispatch]
+
+
+def register_dispatch_mode(name: str) -> Dispatch:
+    """Add the mode `Dispatch.<name>`; `update_dispatch_mode` says what it does."""
+    if name in _names():
+        raise RegistryError(f"dispatch mode {name!r} is registered already")
+    mode = Dispatch(name)
+    Dispatch._known[name] = mode
+    return mode
+
+
+def update_dispatch_mode(
+    dispatch_mode: Dispatch, dispatch_fn: DispatchFn, collect_fn: CollectFn
+) -> None:
+    """Say what a mode does with the arguments and the answers of a call."""
+    if dispatch_mode not in list(Dispatch):
+        raise RegistryError(f"{dispatch_mode!r} is no dispatch mode (known: {', '.join(_names())})")
+    _functions[dispatch_mode] = (dispatch_fn, collect_fn)
+
+
+def functions_of(dispatch_mode: DispatchMode) -> tuple[DispatchFn, CollectFn]:
+    """How a mode deals arguments and collects answers."""
+    if not isinstance(dispatch_mode, Dispatch):
+        return dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"]
+    if dispatch_mode not in _functions:
+        raise RegistryError(f"{dispatch_mode!r} does nothing yet: call update_dispatch_mode")
+    return _functions[dispatch_mode]
+
+
+for _name in (
+    "RANK_ZERO", "ONE_TO_ALL", "ALL_TO_ALL", "DP_COMPUTE", "DP_COMPUTE_PROTO",
+    "DP_COMPUTE_PROTO_WITH_FUNC", "DP_COMPUTE_METRIC", "DIRECT_ROLLOUT_METHOD",
+):  # fmt: skip
+    register_dispatch_mode(_name)
 
 
 def register(
-    dispatch_mode: Dispatch = Dispatch.ALL_TO_ALL, execute_mode: Execute = Execute.ALL
+    dispatch_mode: DispatchMode = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    materialize_futures: bool = True,
+    needs: Sequence[str] | None = None,
 ) -> Callable[[F], F]:
-    """Make a worker's method callable through its group."""
+    """Make a worker's method callable through its group.
+
+    With `blocking=False` the call returns at once: a DataProtoFuture where the answer will be a
+    DataProto, else what stands for each rank's answer. `materialize_futures` says that the method
+    wants a DataProto where it is given a DataProtoFuture. `needs` names the tensors and columns
+    that the method reads of a DataProto: when it goes to another process, only those of them that
+    it has are sent. None sends all.
+    """
+    _check_mode(dispatch_mode)
+    note = {
+        "dispatch_mode": dispatch_mode,
+        "execute_mode": execute_mode,
+        "blocking": blocking,
+        "materialize_futures": materialize_futures,
+        "needs": None if needs is None else tuple(needs),
+    }
 
     def mark(method: F) -> F:
-        setattr(method, ATTRIBUTE, Registration(dispatch_mode, execute_mode))
-        return method
+        marked = _with_materialized_arguments(method) if materialize_futures else method
+        setattr(marked, ATTRIBUTE, note)
+        return marked
 
     return mark
 
 
 def registration_of(method: Any) -> Registration | None:
     """The note that `register` left, if it did."""
-    return getattr(method, ATTRIBUTE, None)
+    note = getattr(method, ATTRIBUTE, None)
+    return None if note is None else Registration(**note)
 
 
-def dispatch(
-    mode: Dispatch, world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Arguments]:
-    """The arguments of each rank: a DataProto is cut, and what is not is given to all.
-
-    ALL_TO_ALL gives each rank its element, when every argument is a list of one for each.
-    """
-    scattered = mode is Dispatch.ALL_TO_ALL and all(
-        isinstance(value, list) and len(value) == world_size for value in (*args, *kwargs.values())
+def materialize(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    """The arguments, with a DataProto for every DataProtoFuture among them."""
+    return (
+        tuple(_materialized(value) for value in args),
+        {name: _materialized(value) for name, value in kwargs.items()},
     )
 
-    def shares(value: Any) -> list[Any]:
-        if scattered:
-            return list(value)
-        if mode is Dispatch.DP_COMPUTE_PROTO and isinstance(value, DataProto):
-            return list(value.chunk(world_size))
-        return [value] * world_size
 
-    split_args = [shares(value) for value in args]
-    split_kwargs = {name: shares(value) for name, value in kwargs.items()}
-    return [
-        ([part[rank] for part in split_args], {k: part[rank] for k, part in split_kwargs.items()})
-        for rank in range(world_size)
-    ]
+def _materialized(value: Any) -> Any:
+    return value.get() if isinstance(value, DataProtoFuture) else value
 
 
-def collect(mode: Dispatch, outputs: list[Any]) -> Any:
-    """One answer out of every rank's."""
-    if mode is Dispatch.DP_COMPUTE_PROTO:
-        return DataProto.concat(outputs)
-    return outputs[0] if mode is Dispatch.RANK_ZERO else outputs
+def _with_materialized_arguments(method: F) -> F:
+    if inspect.iscoroutinefunction(method):
+
+        @functools.wraps(method)
+        async def call_later(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = materialize(args, kwargs)
+            return await method(*args, **kwargs)
+
+        return cast(F, call_later)
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = materialize(args, kwargs)
+        return method(*args, **kwargs)
+
+    return cast(F, call)
+
+
+def _check_mode(mode: Any) -> None:
+    if isinstance(mode, Dispatch):
+        return
+    if isinstance(mode, Mapping) and all(callable(mode.get(f)) for f in _FUNCTION_NAMES):
+        return
+    raise ConfigError(
+        f"register: dispatch_mode={mode!r} is none of {', '.join(_names())}, "
+        f"nor a dict of the functions {' and '.join(_FUNCTION_NAMES)}"
+    )
+
+
+_FUNCTION_NAMES = ("dispatch_fn", "collect_fn")

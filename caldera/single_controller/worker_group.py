@@ -2,54 +2,274 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import os
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from caldera.errors import UnsupportedError
+from caldera.errors import ProtocolError, RegistryError
+from caldera.protocol import DataProto
+from caldera.protocol.inputs import entries
 from caldera.single_controller.decorator import (
+    Arguments,
+    Dispatch,
     Execute,
     Registration,
-    collect,
-    dispatch,
+    functions_of,
+    materialize,
     registration_of,
 )
-from caldera.single_controller.resource_pool import ResourcePool
+from caldera.single_controller.dispatching import PADDING_KEY, without_padding
 from caldera.single_controller.worker import Worker
 
+logger = logging.getLogger(__name__)
 
-class LocalWorkerGroup:
-    """Workers in this process, so that `breakpoint()` works anywhere below.
 
-    Every `@register`ed method of the worker class is a method of the group: it deals the arguments
-    to the ranks, runs them, and joins the answers.
+class ClassWithInitArgs:
+    """How to build a worker, wherever it will live: calling it builds one."""
+
+    def __init__(self, cls: type[Worker], *args: Any, **kwargs: Any) -> None:
+        self.cls = cls
+        self.args = args
+        self.kwargs = kwargs
+
+    def __call__(self) -> Worker:
+        return self.cls(*self.args, **self.kwargs)
+
+
+class Pending(ABC):
+    """Stands for a rank's answer that is still being computed."""
+
+    @abstractmethod
+    def result(self) -> Any:
+        """Wait for the answer."""
+
+
+class WorkerGroup(ABC):
+    """Every `@register`ed method of the worker class is a method of the group.
+
+    It deals the arguments to the ranks, runs them, and joins the answers. Subclasses say how a
+    rank is reached, by `_submit` and `_resolve`.
     """
 
-    def __init__(self, resource_pool: ResourcePool, make_worker: Callable[[], Worker]) -> None:
-        if resource_pool.world_size != 1:
-            raise UnsupportedError(
-                f"a local group of {resource_pool.world_size} processes: this release takes 1"
-            )
-        self.world_size = resource_pool.world_size
-        self.workers = [make_worker() for _ in range(self.world_size)]
-        for rank, worker in enumerate(self.workers):
-            worker.place(rank, self.world_size)
+    crosses_processes: bool = True
+    """Whether the workers live in other processes, so that batches are cut to what is needed."""
+    passes_futures: bool = False
+    """Whether a worker can wait for a DataProtoFuture itself."""
+
+    def __init__(self, worker_class: type[Worker], world_size: int, name: str = "") -> None:
+        self.worker_class = worker_class
+        self._world_size = world_size
+        self.name = name or worker_class.__name__
+        self._mesh_info: dict[tuple[str, str], list[Any]] = {}
+        self._methods = _registered_methods(worker_class, type(self))
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @abstractmethod
+    def _submit(
+        self, rank: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Start a method on a rank and return what stands for its answer."""
+
+    @abstractmethod
+    def _resolve(self, pending: list[Any]) -> list[Any]:
+        """Wait for the answers, in the order of the list."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the workers; the group cannot be called any more."""
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether the rank can be called."""
+        return True
+
+    def is_pending(self, answer: Any) -> bool:
+        """Whether this is of the kind that `_submit` returns."""
+        return isinstance(answer, Pending)
+
+    def getter(self, pending: list[Any]) -> list[Any]:
+        """What a DataProtoFuture of this group waits with."""
+        return self._resolve(pending)
+
+    # ---- calls by the name of a registered method
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name == "workers":  # of a group that is being copied or unpickled
+        if name in ("_methods", "worker_class"):  # of a group that is being copied or unpickled
             raise AttributeError(name)
-        worker_class = type(self.workers[0])
-        found = registration_of(getattr(worker_class, name, None))
-        if found is None:
-            raise AttributeError(f"{worker_class.__name__} registers no method {name!r}")
-        return partial(self._call, name, found)
+        if name not in self._methods:
+            raise AttributeError(f"{self.worker_class.__name__} registers no method {name!r}")
+        return partial(self._call, name, self._methods[name])
 
-    def _call(self, name: str, registered: Registration, *args: Any, **kwargs: Any) -> Any:
-        shares = dispatch(registered.dispatch_mode, self.world_size, args, kwargs)
+    def _call(self, method_name: str, registered: Registration, *args: Any, **kwargs: Any) -> Any:
+        if registered.materialize_futures and not self.passes_futures:
+            args, kwargs = materialize(args, kwargs)
+        if registered.needs is not None and self.crosses_processes:
+            args = tuple(_needed(value, registered.needs) for value in args)
+            kwargs = {name: _needed(value, registered.needs) for name, value in kwargs.items()}
+        dispatch_fn, collect_fn = functions_of(registered.dispatch_mode)
+        dealt, named = dispatch_fn(self, *args, **kwargs)
+        named = dict(named)
+        pad_size = named.pop(PADDING_KEY, 0)
         if registered.execute_mode is Execute.RANK_ZERO:
-            shares = shares[:1]
-        outputs = [
-            getattr(worker, name)(*own_args, **own_kwargs)
-            for worker, (own_args, own_kwargs) in zip(self.workers, shares, strict=False)
-        ]
-        return collect(registered.dispatch_mode, outputs)
+            # What is passed on as it is, is not scattered either.
+            scatter = registered.dispatch_mode != Dispatch.ALL_TO_ALL
+            own_args, own_kwargs = self._shares(dealt, named, scatter)[0]
+            pending = self._submit(0, method_name, own_args, own_kwargs)
+            answer = self._resolve([pending])[0] if registered.blocking else pending
+        else:
+            answers = self._submit_all(method_name, self._shares(dealt, named))
+            answer = collect_fn(self, self._resolve(answers) if registered.blocking else answers)
+        return without_padding(answer, pad_size)
+
+    def _shares(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], scatter: bool = True
+    ) -> list[Arguments]:
+        """The arguments of each rank: its elements, if all are lists with one for each rank."""
+        ranks = range(self.world_size)
+        values = [*args, *kwargs.values()]
+        if scatter and all(isinstance(v, list) and len(v) == self.world_size for v in values):
+            return [
+                (tuple(v[rank] for v in args), {name: v[rank] for name, v in kwargs.items()})
+                for rank in ranks
+            ]
+        return [(tuple(args), dict(kwargs)) for _ in ranks]
+
+    def _submit_all(self, method_name: str, shares: Sequence[Arguments]) -> list[Any]:
+        """Start a method on the first ranks, with the arguments of each."""
+        return [self._submit(rank, method_name, *own) for rank, own in enumerate(shares)]
+
+    # ---- calls of any method
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Start a method on all ranks; returns what stands for the answers.
+
+        If all arguments are lists with one element for each rank, each gets its own; else every
+        rank gets all of them.
+        """
+        return self._submit_all(method_name, self._shares(args, kwargs))
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The answers of all ranks."""
+        return self._resolve(self.execute_all_async(method_name, *args, **kwargs))
+
+    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The same as `execute_all_async`."""
+        return self.execute_all_async(method_name, *args, **kwargs)
+
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Start a method on rank 0, with the arguments as they are."""
+        return self._submit(0, method_name, args, kwargs)
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """The answer of rank 0."""
+        return self._resolve([self.execute_rank_zero_async(method_name, *args, **kwargs)])[0]
+
+    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """The same as `execute_rank_zero_async`."""
+        return self.execute_rank_zero_async(method_name, *args, **kwargs)
+
+    # ---- meshes
+
+    def dispatch_info(self, mesh_name: str) -> list[int]:
+        """Which part of a batch each rank takes on a mesh; the workers are asked once."""
+        return self._asked("_query_dispatch_info", mesh_name)
+
+    def collect_info(self, mesh_name: str) -> list[bool]:
+        """Whether each rank's answer is collected on a mesh; the workers are asked once."""
+        return self._asked("_query_collect_info", mesh_name)
+
+    def _asked(self, method_name: str, mesh_name: str) -> list[Any]:
+        key = method_name, mesh_name
+        if key not in self._mesh_info:
+            shares = self._shares((mesh_name,), {}, scatter=False)
+            self._mesh_info[key] = self._resolve(self._submit_all(method_name, shares))
+        return self._mesh_info[key]
+
+    # ---- several roles in the same processes
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
+        """A group for each of these roles, in the processes of this one."""
+        roles: Mapping[str, type[Worker]] = getattr(self.worker_class, "role_classes", {})
+        wanted = list(prefix_set)
+        for role in wanted:
+            if role not in roles:
+                raise ProtocolError(
+                    f"spawn: {self.worker_class.__name__} has no role {role!r} "
+                    f"(known: {', '.join(roles) or 'none'})"
+                )
+        return {role: RoleGroup(self, role, roles[role]) for role in wanted}
+
+    def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
+        """Watch the workers in a thread: when one is gone, this process gets SIGABRT."""
+        threading.Thread(target=self._watch, args=(every_n_seconds,), daemon=True).start()
+
+    def _watch(self, every_n_seconds: float) -> None:
+        while all(self.is_alive(rank) for rank in range(self.world_size)):
+            threading.Event().wait(every_n_seconds)
+        logger.critical("a worker of the group %s is gone", self.name)
+        os.kill(os.getpid(), signal.SIGABRT)
+
+
+class RoleGroup(WorkerGroup):
+    """One role of a group whose processes hold several."""
+
+    def __init__(self, whole: WorkerGroup, role: str, role_class: type[Worker]) -> None:
+        super().__init__(role_class, whole.world_size, role)
+        self.whole = whole
+        self.crosses_processes = whole.crosses_processes
+        self.passes_futures = whole.passes_futures
+
+    def _submit(
+        self, rank: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        return self.whole._submit(rank, f"{self.name}_{method_name}", args, kwargs)
+
+    def _submit_all(self, method_name: str, shares: Sequence[Arguments]) -> list[Any]:
+        return self.whole._submit_all(f"{self.name}_{method_name}", shares)
+
+    def _resolve(self, pending: list[Any]) -> list[Any]:
+        return self.whole._resolve(pending)
+
+    def is_pending(self, answer: Any) -> bool:
+        return self.whole.is_pending(answer)
+
+    def is_alive(self, rank: int) -> bool:
+        return self.whole.is_alive(rank)
+
+    def getter(self, pending: list[Any]) -> list[Any]:
+        return self.whole.getter(pending)
+
+    def shutdown(self) -> None:
+        """End the processes, and with them every role in them."""
+        self.whole.shutdown()
+
+
+def _registered_methods(
+    worker_class: type[Worker], group_class: type[WorkerGroup]
+) -> dict[str, Registration]:
+    found = {}
+    for name in dir(worker_class):
+        registered = registration_of(getattr(worker_class, name, None))
+        if registered is None:
+            continue
+        if hasattr(group_class, name):
+            raise RegistryError(
+                f"{worker_class.__name__} registers a method {name!r}, which is one of the group's"
+            )
+        found[name] = registered
+    return found
+
+
+def _needed(value: Any, needs: Sequence[str]) -> Any:
+    """A DataProto with only those of the needed tensors and columns that it has."""
+    if not isinstance(value, DataProto):
+        return value
+    tensors = [key for key in needs if key in entries(value.batch)]
+    return value.select(tensors, [key for key in needs if key in value.non_tensor_batch])

@@ -18,6 +18,7 @@ from caldera.errors import (
     RolloutError,
     UnknownKeyError,
     UnsupportedError,
+    WorkerError,
     nearest,
 )
 
@@ -31,6 +32,7 @@ BASES: dict[type[CalderaError], type[Exception]] = {
     RewardError: RuntimeError,
     RolloutError: RuntimeError,
     CheckpointError: RuntimeError,
+    WorkerError: RuntimeError,
 }
 
 

@@ -1,0 +1,217 @@
+"""What the dispatch modes do: deal the arguments of a call to the ranks, and join the answers.
+
+| mode | each rank gets | the call returns |
+|---|---|---|
+| ONE_TO_ALL | every argument | the list of all answers |
+| RANK_ZERO | every argument | the answer of rank 0 |
+| ALL_TO_ALL | its element, if all arguments are lists with one for each rank; else all | the list |
+| DP_COMPUTE | its element: every argument must be a list with one for each rank | the list |
+| DP_COMPUTE_PROTO | its rows of each DataProto, and whatever is none | the rows of all |
+| DP_COMPUTE_PROTO_WITH_FUNC | the same, after a function | the rows of all |
+| DP_COMPUTE_METRIC | the same as DP_COMPUTE_PROTO | the list |
+| DIRECT_ROLLOUT_METHOD | | an error: the method is not for calls through the group |
+
+A batch that does not divide is refused, unless it has auto padding: then copies of its last row
+are sent too, and as many rows are cut off the end of the answer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+from tensordict import TensorDict
+
+from caldera.errors import ProtocolError
+from caldera.protocol import BatchData, DataProto, DataProtoFuture, unpad_dataproto
+from caldera.single_controller.decorator import Arguments, Dispatch, update_dispatch_mode
+
+PADDING_KEY = "_padding_size_key_x123d"
+"""The keyword with which a dispatch function tells how many rows it appended."""
+
+Dealt: TypeAlias = tuple[tuple[list[Any], ...], dict[str, Any]]
+
+
+class Group(Protocol):
+    """What dispatching must know of a group."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def is_pending(self, answer: Any) -> bool:
+        """Whether this only stands for an answer that is still being computed."""
+
+    def getter(self, pending: list[Any]) -> list[Any]:
+        """Wait for the answers."""
+
+    def dispatch_info(self, mesh_name: str) -> list[int]:
+        """Which part of a batch each rank takes."""
+
+    def collect_info(self, mesh_name: str) -> list[bool]:
+        """Whether each rank's answer is wanted."""
+
+
+# ---- dealing
+
+
+def dispatch_one_to_all(group: Group, *args: Any, **kwargs: Any) -> Dealt:
+    ranks = group.world_size
+    return tuple([v] * ranks for v in args), {name: [v] * ranks for name, v in kwargs.items()}
+
+
+def dispatch_as_is(group: Group, *args: Any, **kwargs: Any) -> Arguments:
+    return args, kwargs
+
+
+def dispatch_lists(group: Group, *args: Any, **kwargs: Any) -> Dealt:
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        if not isinstance(value, list) or len(value) != group.world_size:
+            given = f"{len(value)} values" if isinstance(value, list) else type(value).__name__
+            raise ProtocolError(
+                f"argument {name}: DP_COMPUTE takes a list with one value for each of the "
+                f"{group.world_size} ranks, got {given}"
+            )
+    return args, kwargs
+
+
+def dispatch_rows(group: Group, *args: Any, **kwargs: Any) -> Dealt:
+    return deal_rows(range(group.world_size), args, kwargs)
+
+
+def dispatch_rows_after_function(group: Group, *args: Any, **kwargs: Any) -> Dealt:
+    if not args or not callable(args[0]):
+        given = type(args[0]).__name__ if args else "nothing"
+        raise ProtocolError(f"the first argument must be a function, got {given}")
+    rows, named = dispatch_rows(group, *args[1:], **kwargs)
+    return ([args[0]] * group.world_size, *rows), named
+
+
+def refuse_direct_call(group: Group, *args: Any, **kwargs: Any) -> Dealt:
+    raise ProtocolError("this method is for the rollout's own calls, not for calls of the group")
+
+
+def deal_rows(parts: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Dealt:
+    """Cut what has rows into max(parts) + 1 equal parts; rank r gets part number parts[r].
+
+    Other values go to every rank. `PADDING_KEY` is among the keywords if rows were appended.
+    """
+    count = max(parts) + 1
+    padded, pad_size = _padded([*args, *kwargs.values()], count)
+
+    def share(value: Any) -> list[Any]:
+        if not isinstance(value, DataProto | DataProtoFuture | TensorDict | BatchData):
+            return [value] * len(parts)
+        cut = BatchData(value).chunk(count) if isinstance(value, TensorDict) else value.chunk(count)
+        return [cut[part] for part in parts]
+
+    shares = [share(value) for value in padded]
+    named: dict[str, Any] = dict(zip(kwargs, shares[len(args) :], strict=True))
+    if pad_size:
+        named[PADDING_KEY] = pad_size
+    return tuple(shares[: len(args)]), named
+
+
+def _padded(values: Sequence[Any], divisor: int) -> tuple[list[Any], int]:
+    """The values, where a DataProto with auto padding has rows that divide; how many were added."""
+    padding = [v for v in values if isinstance(v, DataProto) and v.is_padding_enabled()]
+    lengths = sorted({len(data) for data in padding})
+    if all(length % divisor == 0 for length in lengths):
+        return list(values), 0
+    if len(lengths) > 1:
+        raise ProtocolError(
+            f"batches of {lengths} rows cannot be padded for {divisor} parts in one call: "
+            "the answer could not be cut back"
+        )
+    pad_size = -lengths[0] % divisor
+
+    def padded(value: Any) -> Any:
+        if not any(value is data for data in padding):
+            return value
+        longer = copy.copy(value)  # shares memory: the caller's batch stays as it is
+        longer.padding(pad_size)
+        return longer
+
+    return [padded(value) for value in values], pad_size
+
+
+# ---- collecting
+
+
+def collect_all(group: Group, answers: list[Any]) -> list[Any]:
+    return answers
+
+
+def collect_rank_zero(group: Group, answers: list[Any]) -> Any:
+    return answers[0]
+
+
+def collect_rows(group: Group, answers: list[Any]) -> Any:
+    """The rows of all answers, or a future of them."""
+    if group.is_pending(answers[0]):
+        return DataProtoFuture.concat(answers, getter=group.getter)
+    return BatchData.concat(answers)
+
+
+def without_padding(answer: Any, pad_size: int) -> Any:
+    """The answer without the rows that came of padding; an answer without rows is left alone."""
+    if not pad_size:
+        return answer
+    if isinstance(answer, DataProtoFuture):
+        return replace(answer, dispatch_fn=partial(_unpad_after, answer.dispatch_fn, pad_size))
+    if isinstance(answer, DataProto) and len(answer):
+        return unpad_dataproto(answer, pad_size)
+    return answer
+
+
+def _unpad_after(
+    before: Callable[[DataProto], DataProto] | None, pad_size: int, data: DataProto
+) -> DataProto:
+    whole = data if before is None else before(data)
+    return unpad_dataproto(whole, pad_size) if len(whole) else whole
+
+
+# ---- meshes
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
+    """A mode for workers that share their rows with peers, such as those of tensor parallelism.
+
+    Each worker says with `_register_dispatch_collect_info` which part of a batch it takes, and
+    whether its answer is the one to collect.
+    """
+
+    def dispatch(group: Group, *args: Any, **kwargs: Any) -> Dealt:
+        parts = group.dispatch_info(mesh_name)
+        wanted = group.collect_info(mesh_name)
+        collected = [part for part, is_wanted in zip(parts, wanted, strict=True) if is_wanted]
+        if sorted(collected) != list(range(max(parts) + 1)):
+            raise ProtocolError(
+                f"mesh {mesh_name!r}: the ranks take the parts {parts} of a batch and collect "
+                f"{collected}; each part must be collected once"
+            )
+        return deal_rows(parts, args, kwargs)
+
+    def collect(group: Group, answers: list[Any]) -> Any:
+        found = zip(
+            group.dispatch_info(mesh_name), group.collect_info(mesh_name), answers, strict=True
+        )
+        by_part = {part: answer for part, is_wanted, answer in found if is_wanted}
+        return collect_rows(group, [by_part[part] for part in sorted(by_part)])
+
+    return {"dispatch_fn": dispatch, "collect_fn": collect}
+
+
+for _mode, _dispatch_fn, _collect_fn in (
+    (Dispatch.RANK_ZERO, dispatch_one_to_all, collect_rank_zero),
+    (Dispatch.ONE_TO_ALL, dispatch_one_to_all, collect_all),
+    (Dispatch.ALL_TO_ALL, dispatch_as_is, collect_all),
+    (Dispatch.DP_COMPUTE, dispatch_lists, collect_all),
+    (Dispatch.DP_COMPUTE_PROTO, dispatch_rows, collect_rows),
+    (Dispatch.DP_COMPUTE_PROTO_WITH_FUNC, dispatch_rows_after_function, collect_rows),
+    (Dispatch.DP_COMPUTE_METRIC, dispatch_rows, collect_all),
+    (Dispatch.DIRECT_ROLLOUT_METHOD, refuse_direct_call, collect_all),
+):
+    update_dispatch_mode(_mode, _dispatch_fn, _collect_fn)

@@ -1,0 +1,164 @@
+"""What runs in the process of a rank: set up, build the worker, and answer calls until told."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import multiprocessing.connection
+import os
+import pickle
+import queue
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from caldera.single_controller.failure import STACK_FILE_HEAD, exception_failure
+from caldera.single_controller.transport import dumps, loads
+from caldera.single_controller.worker import Worker, call_method
+
+logger = logging.getLogger(__name__)
+
+START = "__init__"
+"""The name under which the building of the worker is told."""
+STOP = b""
+"""The message that ends the process."""
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """What a process must know before it can be called."""
+
+    rank: int
+    world_size: int
+    environment: Mapping[str, str]
+    log: str
+    stack_file: str
+    threads: int
+    device: str
+    store_port: int
+    timeout_s: float
+    start_timeout_s: float
+    seed: int
+    controller_pid: int
+    log_level: int
+
+
+def run_rank(settings: RankSettings, connection: Connection) -> None:
+    """Answer calls, each by (True, value) or (False, failure), until `STOP` comes.
+
+    After a failure the process waits to be ended: its exit would make peers fail that now wait for
+    it, and they should be seen waiting.
+    """
+    stack_file = _set_up(settings)
+    calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(
+        target=_listen, args=(connection, calls, settings.controller_pid), daemon=True
+    ).start()
+    worker: Worker | None = None
+    while (message := calls.get()) != STOP:
+        method, payload = pickle.loads(message)
+        try:
+            if method == START:
+                worker = _start(settings, loads(payload))
+                answer: Any = None
+            else:
+                args, kwargs = loads(payload)
+                assert worker is not None, "a group builds its workers first"
+                answer = call_method(worker, method, args, kwargs)
+                del args, kwargs  # a waiting process should hold no batch
+            reply = dumps((True, answer))
+            del answer
+        except BaseException as error:
+            logger.exception("rank %d failed in %s", settings.rank, method)
+            failure = exception_failure(settings.rank, method, error, settings.log)
+            connection.send_bytes(dumps((False, failure)))
+            threading.Event().wait()
+        connection.send_bytes(reply)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    faulthandler.unregister(signal.SIGUSR1)
+    stack_file.close()
+
+
+def _set_up(settings: RankSettings) -> Any:
+    """Environment, output, threads, random numbers, and the dump of stacks on request."""
+    os.setpgid(0, 0)  # so that what the worker starts can be ended with it
+    os.environ.clear()
+    os.environ.update(settings.environment)
+    _redirect_output(settings.log)
+    logging.basicConfig(
+        level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    faulthandler.enable()
+    stack_file = open(settings.stack_file, "a")  # noqa: SIM115  # open as long as the process is
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    stack_file.write(f"{STACK_FILE_HEAD}{threading.get_ident():x}\n")  # ready to be asked
+    stack_file.flush()
+    torch.set_num_threads(settings.threads)
+    seed = settings.seed + settings.rank
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    return stack_file
+
+
+def _redirect_output(log: str) -> None:
+    """Everything that this process and its libraries write goes to the log."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(file, number)
+    os.close(file)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
+
+
+def _listen(
+    connection: Connection, calls: queue.SimpleQueue[bytes], controller_pid: int
+) -> NoReturn:
+    """Take calls, so that the controller never waits; without a controller end this process."""
+    try:
+        watched: list[Any] = [connection]
+        if hasattr(os, "pidfd_open"):  # Linux: an inherited copy of the connection is no controller
+            watched.append(os.pidfd_open(controller_pid))
+        while True:
+            if multiprocessing.connection.wait(watched) != [connection]:
+                break
+            calls.put(connection.recv_bytes())
+    except (EOFError, OSError):
+        pass
+    os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _start(settings: RankSettings, make_worker: Callable[[], Worker]) -> Worker:
+    """Join the other ranks, then build the worker."""
+    timeout = timedelta(seconds=settings.timeout_s)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", settings.store_port, is_master=False
+    )
+    if store.add("ranks", 1) == settings.world_size:
+        store.set("complete", "")
+    # Processes may need long to get here: only from here on do they have to be quick.
+    store.wait(["complete"], timedelta(seconds=settings.start_timeout_s))
+    on_gpu = settings.device.startswith("cuda")
+    if on_gpu:
+        torch.cuda.set_device(0)  # the only one that this process sees
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=settings.rank,
+        world_size=settings.world_size,
+        timeout=timeout,
+    )
+    return make_worker()

@@ -1,0 +1,52 @@
+"""How values go from one process of a machine to another.
+
+Tensors are not copied into the message: their memory is moved to shared memory, once, and the
+other process maps it. Both sides then see the same numbers, as two holders of a tensor in one
+process do. Everything else is pickled.
+"""
+
+from __future__ import annotations
+
+import io
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+import torch.multiprocessing  # teaches ForkingPickler to hand tensors over
+from tensordict import TensorDict
+
+from caldera.protocol import DataProto, DataProtoFuture
+from caldera.protocol.inputs import entries
+
+
+class _Pickler(ForkingPickler):
+    """Takes a DataProto apart, which by itself would make bytes of its tensors."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is DataProto:
+            return DataProto, (value.batch, value.non_tensor_batch, value.meta_info)
+        if type(value) is TensorDict:
+            tensors = {key: _portable(entry) for key, entry in entries(value).items()}
+            return TensorDict, (tensors, tuple(value.batch_size))
+        if isinstance(value, DataProtoFuture):  # another process could not wait for it
+            return DataProtoFuture.concat, ([value.get()],)
+        if type(value) is torch.Tensor and value.device.type != "cpu":
+            return torch.Tensor.detach, (_portable(value),)
+        return NotImplemented
+
+
+def dumps(value: Any) -> bytes:
+    """A message for another process; what it refers to must stay until it has been read."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def loads(message: bytes) -> Any:
+    """The value of a message."""
+    return ForkingPickler.loads(message)
+
+
+def _portable(entry: Any) -> Any:
+    """A tensor on the CPU without its history, since neither devices nor graphs are shared."""
+    return entry.detach().cpu() if isinstance(entry, torch.Tensor) else entry
