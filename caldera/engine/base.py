@@ -17,17 +17,22 @@ from caldera.engine.packing import PackedRows
 from caldera.protocol import DataProto
 from caldera.registry import Registry
 
-OutputName = Literal["log_probs", "entropy", "sum_pi_squared", "full_kl", "values"]
+OutputName = Literal["log_probs", "entropy", "sum_pi_squared", "full_kl", "values", "scores"]
 
 Outputs = dict[OutputName, Tensor]
-"""What a forward pass yields, each (B, R) and 0 outside the response mask."""
+"""What a forward pass yields, each (B, R) and 0 outside the response mask.
+
+`scores` is a classifier's verdict of each whole sequence, at its last token and 0 elsewhere; it is
+computed alone. Everything else is of a token given those before it.
+"""
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
 LossFn = Callable[[Outputs, DataProto, LossScale], LossAndMetrics]
 """(outputs of a micro-batch, its rows, denominators of the whole mini-batch) -> loss and metrics.
 
-Losses and metrics of the micro-batches are summed, so each must be its share of the whole.
+Losses and metrics of the micro-batches are summed, and of several ranks the mean is taken, so each
+must be its share of the whole.
 """
 
 
@@ -50,6 +55,7 @@ class ForwardPlan:
 
     def __post_init__(self) -> None:
         assert ("full_kl" in self.outputs) == (self.reference is not None), "one needs the other"
+        assert "scores" not in self.outputs or len(self.outputs) == 1, "scores are computed alone"
 
 
 class Engine(ABC):
@@ -58,6 +64,9 @@ class Engine(ABC):
     module: nn.Module
     version: int
     """Optimiser steps that the weights have seen."""
+    dp_rank: int
+    dp_size: int
+    """This rank among those that train together, each on its own rows of a mini-batch."""
 
     @abstractmethod
     def infer(self, batch: DataProto, plan: ForwardPlan) -> Outputs:
@@ -65,8 +74,11 @@ class Engine(ABC):
 
     @abstractmethod
     def train(self, mini_batch: DataProto, loss_fn: LossFn, plan: ForwardPlan) -> dict[str, float]:
-        """One optimiser step. The result does not depend on the split into micro-batches, unless
-        the plan is `classic`."""
+        """One optimiser step, on this rank's rows of the mini-batch.
+
+        The new weights do not depend on the split into ranks and micro-batches, unless the plan is
+        `classic`. The metrics are this rank's shares: their mean over ranks is the whole's value.
+        """
 
     @abstractmethod
     def frozen_states(self, packed: PackedRows) -> tuple[Tensor, Tensor]:
@@ -85,11 +97,14 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self, folder: Path, contents: list[str]) -> None:
-        """Read back what `save` wrote."""
+        """Read back what `save` wrote, on this or another number of ranks."""
 
     @abstractmethod
     def save(self, folder: Path, contents: list[str]) -> None:
-        """Write model, optimiser and the rest of the state into the folder."""
+        """Write model, optimiser and the rest of the state into the folder.
+
+        Every rank calls it, and has the complete folder when it returns.
+        """
 
     @abstractmethod
     def onload(self, optimizer: bool = False) -> None:

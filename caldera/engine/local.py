@@ -1,17 +1,13 @@
-"""The engine for one process and one device, CPU or GPU."""
+"""The engine that has the whole model on one device, CPU or GPU, of each rank."""
 
 from __future__ import annotations
 
 import json
 import logging
-import pickle
-import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,21 +16,35 @@ from caldera.core_algos import LossScale
 from caldera.data import micro_batches_by_count, micro_batches_by_tokens
 from caldera.engine.base import ENGINES, Engine, ForwardPlan, LossFn, Outputs
 from caldera.engine.optim import build_optimizer, build_schedule
-from caldera.engine.packing import PackedRows, pack_rows
-from caldera.errors import CheckpointError
-from caldera.models.forward import hidden_states, language_head, value_scores, without_adapter
+from caldera.engine.packing import PackedRows, pack_ends, pack_rows
+from caldera.engine.ranks import Ranks
+from caldera.engine.state_files import (
+    WHOLE,
+    extra_file,
+    read_extra,
+    restore,
+    restore_rng,
+    rng_state,
+)
+from caldera.models.forward import (
+    hidden_states,
+    language_head,
+    value_scores,
+    without_adapter,
+)
 from caldera.models.head import full_kl, head_outputs
 from caldera.models.loading import DTYPES, exported_weights, save_pretrained
 from caldera.protocol import DataProto, tensors_of
 
 logger = logging.getLogger(__name__)
 
-WORLD = "world_size_1_rank_0"
-
 
 @ENGINES.register("local")
 class LocalEngine(Engine):
-    """Packed forward passes, exact gradient accumulation, clipping, a schedule, checkpoints."""
+    """Packed forward passes, exact gradient accumulation, clipping, a schedule, checkpoints.
+
+    On several ranks each trains on its rows of a mini-batch, and all take the same step.
+    """
 
     def __init__(
         self,
@@ -59,14 +69,18 @@ class LocalEngine(Engine):
             self._optimizer = build_optimizer(module.parameters(), optim)
             self._schedule = build_schedule(self._optimizer, optim)
         module.eval()
+        self._ranks = Ranks(device)
+        self.dp_rank, self.dp_size = self._ranks.rank, self._ranks.size
+        self._ranks.check_alike(module)
 
     def infer(self, batch: DataProto, plan: ForwardPlan) -> Outputs:
         self.module.eval()
-        rows, width = tensors_of(batch)["response_mask"].shape
+        rows, width = tensors_of(batch)["responses"].shape
         results: Outputs = {name: torch.zeros(rows, width) for name in plan.outputs}
+        pack = pack_ends if "scores" in plan.outputs else pack_rows
         with torch.no_grad():
             for indices in _micro_batches(batch, plan):
-                outputs = self._forward(pack_rows(batch.select_idxs(indices), self._device), plan)
+                outputs = self._forward(pack(batch.select_idxs(indices), self._device), plan)
                 for name, value in outputs.items():
                     results[name][indices] = value.cpu()
         return results
@@ -75,7 +89,7 @@ class LocalEngine(Engine):
         assert self._optimizer is not None, "a frozen engine is not trained"
         self.module.train()
         self._optimizer.zero_grad(set_to_none=True)
-        scale = LossScale.from_mask(tensors_of(mini_batch)["response_mask"])
+        scale = self._ranks.loss_scale(tensors_of(mini_batch)["response_mask"])
         totals: dict[str, Tensor] = {}
         for indices in _micro_batches(mini_batch, plan):
             rows = mini_batch.select_idxs(indices).to(self._device)
@@ -85,6 +99,7 @@ class LocalEngine(Engine):
             loss.backward()
             for name, value in metrics.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value.detach()
+        self._ranks.average_gradients(self.module)
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._grad_clip or float("inf"))
         if torch.isfinite(norm):
             self._optimizer.step()
@@ -105,17 +120,22 @@ class LocalEngine(Engine):
 
     def save(self, folder: Path, contents: list[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        if "model" in contents:
-            torch.save(self.module.state_dict(), folder / f"model_{WORLD}.pt")
-        if "optimizer" in contents and self._optimizer is not None:
-            torch.save(self._optimizer.state_dict(), folder / f"optim_{WORLD}.pt")
+        if self.dp_rank == 0:
+            self._save_whole(folder, contents)
         if "extra" in contents:
             extra = {
                 "lr_scheduler": self._schedule.state_dict() if self._optimizer else None,
-                "rng": _rng_state(),
+                "rng": rng_state(),
                 "version": self.version,
             }
-            torch.save(extra, folder / f"extra_state_{WORLD}.pt")
+            torch.save(extra, extra_file(folder, self.dp_rank, self.dp_size))
+        self._ranks.wait()
+
+    def _save_whole(self, folder: Path, contents: list[str]) -> None:
+        if "model" in contents:
+            torch.save(self.module.state_dict(), folder / f"model_{WHOLE}")
+        if "optimizer" in contents and self._optimizer is not None:
+            torch.save(self._optimizer.state_dict(), folder / f"optim_{WHOLE}")
         if "hf_model" in contents:
             save_pretrained(self.module, folder / "huggingface")
         layout = {"FSDP_version": 1, "world_size": 1}  # one shard, under the names of a sharded one
@@ -123,11 +143,11 @@ class LocalEngine(Engine):
 
     def load(self, folder: Path, contents: list[str]) -> None:
         if "model" in contents:
-            _restore(self.module, folder / f"model_{WORLD}.pt")
+            restore(self.module, folder / f"model_{WHOLE}")
         if "optimizer" in contents and self._optimizer is not None:
-            _restore(self._optimizer, folder / f"optim_{WORLD}.pt")
+            restore(self._optimizer, folder / f"optim_{WHOLE}")
         if "extra" in contents:
-            extra = _read(folder / f"extra_state_{WORLD}.pt")
+            extra = read_extra(folder, self.dp_rank, self.dp_size)
             if self._optimizer is not None:
                 self._schedule.load_state_dict(extra["lr_scheduler"])
                 # The optimiser holds the rate too, and may not have been read back.
@@ -136,7 +156,8 @@ class LocalEngine(Engine):
                 ):
                     group["lr"] = rate
             self.version = extra["version"]
-            _restore_rng(extra["rng"])
+            restore_rng(extra["rng"])
+        self._ranks.check_alike(self.module)
 
     def onload(self, optimizer: bool = False) -> None:
         if self._memory.param_offload:
@@ -163,9 +184,9 @@ class LocalEngine(Engine):
         reference = plan.reference.frozen_states(packed) if plan.reference is not None else None
         hidden = self._hidden(packed)  # (N, H)
         found: Outputs = {}
-        if "values" in plan.outputs:
+        if plan.outputs[0] in ("values", "scores"):
             with self._precision():
-                found["values"] = value_scores(self.module, hidden)
+                found[plan.outputs[0]] = value_scores(self.module, hidden)
         else:
             weight = language_head(self.module).to(hidden.dtype)
             told = head_outputs(hidden, weight, packed.labels, plan.temperature, plan.outputs)
@@ -175,7 +196,7 @@ class LocalEngine(Engine):
         return {name: packed.unpack(value) for name, value in found.items()}
 
     def _hidden(self, packed: PackedRows) -> Tensor:
-        """Hidden states (N, H) of the tokens before those of the response."""
+        """Hidden states (N, H) of the tokens that predict: those before the response's."""
         with self._precision():
             hidden = hidden_states(
                 self.module, packed.input_ids, packed.sequences.position_ids, packed.sequences
@@ -188,24 +209,6 @@ class LocalEngine(Engine):
         if self._autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._autocast_dtype)
-
-
-def _read(path: Path) -> Any:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete")
-    try:
-        # The files hold numpy and Python RNG states besides tensors, and are this program's own.
-        return torch.load(path, map_location="cpu", weights_only=False)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-
-
-def _restore(part: nn.Module | torch.optim.Optimizer, path: Path) -> None:
-    state = _read(path)
-    try:
-        part.load_state_dict(state)
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{path} does not fit: {error}") from error
 
 
 def _micro_batches(batch: DataProto, plan: ForwardPlan) -> list[list[int]]:
@@ -222,22 +225,3 @@ def _move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> N
         for name, value in state.items():
             if isinstance(value, Tensor) and value.dim() > 0:
                 state[name] = value.to(device)
-
-
-def _rng_state() -> dict[str, Any]:
-    state = {
-        "cpu": torch.get_rng_state(),
-        "numpy": np.random.get_state(),
-        "random": random.getstate(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _restore_rng(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["random"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

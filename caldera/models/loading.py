@@ -1,4 +1,4 @@
-"""Building Hugging Face modules from the config: policies, value models, adapters."""
+"""Building Hugging Face modules from the config: policies, value and reward models, adapters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError
@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
 
 from caldera.config import ModelConfig
-from caldera.errors import ConfigError
+from caldera.errors import ConfigError, UnsupportedError
 from caldera.models.attention import ATTENTION
 from caldera.models.forward import base_module
 
@@ -33,17 +34,48 @@ DTYPES = {
 }
 
 
+class ModelSource(Protocol):
+    """Where a model comes from: the keys that every role's model has."""
+
+    path: str | None
+    external_lib: str | None
+    trust_remote_code: bool
+    override_config: dict[str, Any]
+
+
 def load_policy(config: ModelConfig, dtype: torch.dtype, seed: int, key: str) -> nn.Module:
     """A causal language model, with an adapter when the config asks for one."""
-    model = _load(AutoModelForCausalLM, config, dtype, seed, key)
+    model, _ = _load(AutoModelForCausalLM, config, dtype, seed, key)
     return _with_adapter(model, config, "CAUSAL_LM", seed, key)
 
 
 def load_value_model(config: ModelConfig, dtype: torch.dtype, seed: int, key: str) -> nn.Module:
     """A token classifier of one label, whose head starts at small random values."""
     with _quiet_transformers():  # which would report at length that the head is not in the files
-        model = _load(AutoModelForTokenClassification, config, dtype, seed, key, num_labels=1)
+        model, _ = _load(AutoModelForTokenClassification, config, dtype, seed, key, num_labels=1)
     return _with_adapter(model, config, "TOKEN_CLS", seed, key)
+
+
+def load_reward_model(config: ModelSource, dtype: torch.dtype, key: str) -> PreTrainedModel:
+    """A sequence classifier of one label, with the head that it was trained with."""
+    with _quiet_transformers():  # what is missing is told below
+        model, missing = _load(AutoModelForSequenceClassification, config, dtype, 0, key)
+    if missing:
+        raise ConfigError(
+            f"{key}.path={config.path!r} is no trained reward model: its files lack "
+            f"{', '.join(missing)}"
+        )
+    if model.config.num_labels != 1:
+        raise ConfigError(
+            f"{key}.path={config.path!r} tells {model.config.num_labels} labels apart: a reward "
+            "model has one"
+        )
+    if not isinstance(getattr(model, VALUE_HEAD, None), nn.Module):
+        raise UnsupportedError(
+            f"{key}.path={config.path!r}: {type(model).__name__} has no head named {VALUE_HEAD!r}"
+        )
+    getattr(model, VALUE_HEAD).float()  # in bfloat16 a score would have three digits
+    return model
 
 
 def enable_checkpointing(module: nn.Module) -> None:
@@ -80,8 +112,9 @@ def save_pretrained(module: nn.Module, folder: Path) -> None:
 
 
 def _load(
-    factory: Any, config: ModelConfig, dtype: torch.dtype, seed: int, key: str, **extra: Any
-) -> PreTrainedModel:
+    factory: Any, config: ModelSource, dtype: torch.dtype, seed: int, key: str, **extra: Any
+) -> tuple[PreTrainedModel, list[str]]:
+    """The model, and the names of the parameters that are fresh: its files lack them."""
     import_external(config, key)
     folder = Path(config.path or "").expanduser()
     if folder.is_absolute() and not folder.is_dir():
@@ -93,9 +126,9 @@ def _load(
         )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = factory.from_pretrained(
+            model, told = factory.from_pretrained(
                 str(folder), config=model_config, dtype=dtype, attn_implementation=ATTENTION,
-                **options,
+                output_loading_info=True, **options,
             )  # fmt: skip
     except (OSError, ValueError, SafetensorError) as error:
         first = str(error).splitlines()[0]
@@ -105,7 +138,7 @@ def _load(
     if unused:
         names = ", ".join(unused)
         raise ConfigError(f"{key}.override_config: the model's config has no {names}")
-    return cast(PreTrainedModel, model)
+    return cast(PreTrainedModel, model), sorted(told["missing_keys"])
 
 
 @contextmanager
@@ -118,7 +151,7 @@ def _quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
 
 
-def import_external(config: ModelConfig, key: str) -> None:
+def import_external(config: ModelSource, key: str) -> None:
     """Import the modules that `external_lib` names."""
     for name in filter(None, (part.strip() for part in (config.external_lib or "").split(","))):
         try:

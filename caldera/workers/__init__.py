@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from caldera.workers.actor_rollout_ref import ActorRolloutRefWorker
 from caldera.workers.critic import CriticWorker
+from caldera.workers.reward_model import RewardModelWorker
 
-__all__ = ["ActorRolloutRefWorker", "CriticWorker"]
+__all__ = ["ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"]

@@ -17,6 +17,7 @@ from caldera.protocol import DataProto
 from caldera.rollout import ROLLOUTS, Rollout
 from caldera.rollout.batch import completions_to_batch, requests_from_batch
 from caldera.single_controller import Dispatch, Worker, register
+from caldera.workers.inputs import MASKED_ANSWERS, POLICY_LOSS, PROMPTS
 from caldera.workers.losses import policy_loss
 from caldera.workers.phases import mfu_timer, on_device
 from caldera.workers.plans import log_prob_plan, update_plan
@@ -55,7 +56,7 @@ class ActorRolloutRefWorker(Worker):
         self.sharding_manager = ShardingManager(self.actor, self.rollout, free_cache)
         self.actor.offload()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=PROMPTS)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Sample one answer a row; the row's `sample_seed` decides its random numbers."""
         config, meta = self.config.rollout, prompts.meta_info
@@ -68,7 +69,7 @@ class ActorRolloutRefWorker(Worker):
             config.calculate_log_probs,
         )  # fmt: skip
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=MASKED_ANSWERS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Adds old_log_probs and entropys, and where the config asks for it sum_pi_squared."""
         keys: dict[OutputName, str] = {"log_probs": "old_log_probs", "entropy": "entropys"}
@@ -78,7 +79,7 @@ class ActorRolloutRefWorker(Worker):
         tensors = {key: outputs[name] for name, key in keys.items()}
         return DataProto.from_dict(tensors, meta_info={"metrics": mfu})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=MASKED_ANSWERS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Adds ref_log_prob, and full_kl, that of the actor as it is now, if meta_info asks so."""
         assert self.reference is not None, "this worker's role has no reference"
@@ -90,12 +91,13 @@ class ActorRolloutRefWorker(Worker):
             tensors["full_kl"] = outputs["full_kl"]
         return DataProto.from_dict(tensors)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=(*MASKED_ANSWERS, *POLICY_LOSS))
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on the batch; returns metrics alone."""
         actor = self.config.actor
         mini_batch_size = actor.ppo_mini_batch_size * self.config.rollout.n  # samples
-        on_policy = len(data) == mini_batch_size and actor.ppo_epochs == 1
+        all_rows = len(data) * self.actor.dp_size
+        on_policy = all_rows == mini_batch_size and actor.ppo_epochs == 1
         plan = update_plan(self.config, self.reference)
         with on_device(self.actor, plan.reference, optimizer=True):
             metrics = train_epochs(

@@ -11,6 +11,7 @@ from caldera.engine import ForwardPlan
 from caldera.models.loading import DTYPES, load_value_model
 from caldera.protocol import DataProto
 from caldera.single_controller import Dispatch, Worker, register
+from caldera.workers.inputs import MASKED_ANSWERS, VALUE_LOSS
 from caldera.workers.losses import value_loss
 from caldera.workers.phases import on_device
 from caldera.workers.saving import build_engine, save_role
@@ -37,7 +38,7 @@ class CriticWorker(Worker):
         )  # fmt: skip
         self.engine.offload()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=MASKED_ANSWERS)
     def compute_values(self, data: DataProto) -> DataProto:
         """Adds values."""
         config = self.config
@@ -49,7 +50,7 @@ class CriticWorker(Worker):
             values = self.engine.infer(data, plan)["values"]
         return DataProto.from_dict({"values": values})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=(*MASKED_ANSWERS, *VALUE_LOSS))
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on the batch; returns metrics alone."""
         config = self.config

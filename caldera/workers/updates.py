@@ -12,18 +12,16 @@ from caldera.workers.phases import mfu_timer
 
 
 def train_epochs(
-    engine: Engine,
-    data: DataProto,
-    loss_fn: LossFn,
-    plan: ForwardPlan,
-    mini_batch_size: int,
-    epochs: int,
-    shuffle_seed: int | None,
-    name: str,
-) -> dict[str, float]:
-    """One optimiser step per mini-batch; metrics are means over the steps."""
+    engine: Engine, data: DataProto, loss_fn: LossFn, plan: ForwardPlan, mini_batch_size: int,
+    epochs: int, shuffle_seed: int | None, name: str,
+) -> dict[str, float]:  # fmt: skip
+    """One optimiser step per mini-batch, of `mini_batch_size` rows over all ranks.
+
+    `data` are this rank's rows, the same number on each. Metrics are means over the steps.
+    """
+    own_size = mini_batch_size // engine.dp_size  # the config's check has seen that it divides
     order = {"shuffle": shuffle_seed is not None}
-    mini_batches = data.make_iterator(mini_batch_size, epochs, shuffle_seed, order)
+    mini_batches = data.make_iterator(own_size, epochs, shuffle_seed, order)
     with mfu_timer(name, engine.module, data, epochs) as mfu:
         steps = [engine.train(mini_batch, loss_fn, plan) for mini_batch in mini_batches]
     metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from caldera.config import OptimizerConfig
 from caldera.core_algos import LossScale
 from caldera.engine import ForwardPlan, LocalEngine, Outputs
+from caldera.engine.state_files import extra_file, read_extra
 from caldera.errors import CheckpointError
 from caldera.protocol import DataProto
 
@@ -122,6 +123,29 @@ def test_a_missing_file(make_engine: Make, tmp_path: Path, part: str) -> None:
     (tmp_path / f"{part}_world_size_1_rank_0.pt").unlink()
     with pytest.raises(CheckpointError, match=rf"{part}_world_size_1_rank_0\.pt is missing"):
         engine.load(tmp_path, ALL)
+
+
+def test_another_number_of_ranks_goes_on_from_rank_0(
+    make_engine: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(optim=ADAMW)
+    engine.save(tmp_path, ALL)
+    own = tmp_path / "extra_state_world_size_1_rank_0.pt"
+    own.rename(tmp_path / "extra_state_world_size_4_rank_0.pt")
+    drawn = torch.rand(())
+    engine.load(tmp_path, ALL)
+    assert torch.rand(()) == drawn
+    assert "written by another number of ranks than the 1 there are now" in caplog.text
+
+
+def test_a_rank_whose_file_is_lost(make_engine: Make, tmp_path: Path) -> None:
+    """The other ranks' generators are not taken for its own."""
+    make_engine(optim=ADAMW).save(tmp_path, ALL)
+    own = tmp_path / "extra_state_world_size_1_rank_0.pt"
+    own.rename(extra_file(tmp_path, 0, 2))
+    assert read_extra(tmp_path, 0, 2)["version"] == 0
+    with pytest.raises(CheckpointError, match=r"extra_state_world_size_2_rank_1\.pt is missing"):
+        read_extra(tmp_path, 1, 2)
 
 
 def test_a_checkpoint_of_another_model(make_engine: Make, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from caldera.engine.packing import pack_rows
+from caldera.engine.packing import pack_ends, pack_rows
 from caldera.protocol import DataProto
 
 CPU = torch.device("cpu")
@@ -46,3 +46,12 @@ def test_unpacking_puts_zeros_elsewhere() -> None:
     (matrix * torch.arange(9).view(3, 3)).sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [0, 1, 3, 5]
+
+
+def test_scores_are_read_at_the_last_token_of_each_answer() -> None:
+    batch = rows()
+    batch.batch["responses"] = batch.batch["input_ids"][:, 3:]
+    packed = pack_ends(batch, CPU)
+    assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    assert packed.predictors.tolist() == [3, 7]  # the tokens 4 and 8; `9` has no answer
+    assert packed.unpack(torch.tensor([1.5, 2.5])).tolist() == [[0, 1.5, 0], [0, 0, 2.5], [0] * 3]

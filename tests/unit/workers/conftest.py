@@ -8,7 +8,7 @@ import torch
 
 from caldera.config import PPOTrainerConfig, load_config, resolve_for_machine
 from caldera.protocol import DataProto
-from caldera.single_controller import LocalWorkerGroup, ResourcePool
+from caldera.single_controller import LocalWorkerGroup, ResourcePool, WorkerGroup
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [9], [10, 11, 12], [7, 8], [13, 14, 15, 16]]
@@ -47,10 +47,10 @@ def load(model_folder: Callable[..., str]) -> Callable[..., PPOTrainerConfig]:
 
 
 @pytest.fixture
-def policy(load: Callable[..., PPOTrainerConfig]) -> Callable[..., LocalWorkerGroup]:
+def policy(load: Callable[..., PPOTrainerConfig]) -> Callable[..., WorkerGroup]:
     """A group of one policy worker with its models loaded."""
 
-    def make(*overrides: str, role: str = "actor_rollout_ref") -> LocalWorkerGroup:
+    def make(*overrides: str, role: str = "actor_rollout_ref") -> WorkerGroup:
         config = load(*overrides).actor_rollout_ref
         group = LocalWorkerGroup(
             ResourcePool((1,)), lambda: ActorRolloutRefWorker(config, role, "cpu")
@@ -62,10 +62,10 @@ def policy(load: Callable[..., PPOTrainerConfig]) -> Callable[..., LocalWorkerGr
 
 
 @pytest.fixture
-def critic(load: Callable[..., PPOTrainerConfig]) -> Callable[..., LocalWorkerGroup]:
+def critic(load: Callable[..., PPOTrainerConfig]) -> Callable[..., WorkerGroup]:
     """A group of one critic worker with its model loaded."""
 
-    def make(*overrides: str) -> LocalWorkerGroup:
+    def make(*overrides: str) -> WorkerGroup:
         config = load(*overrides)
         n = config.actor_rollout_ref.rollout.n
         group = LocalWorkerGroup(ResourcePool((1,)), lambda: CriticWorker(config.critic, n, "cpu"))

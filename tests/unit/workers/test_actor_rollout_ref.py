@@ -15,24 +15,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from caldera.protocol import DataProto
 from caldera.rollout import HFRollout, NativeRollout
-from caldera.single_controller import LocalWorkerGroup
+from caldera.single_controller import WorkerGroup
 
-Policy = Callable[..., LocalWorkerGroup]
+Policy = Callable[..., WorkerGroup]
 Advantages = Callable[[DataProto], DataProto]
 REF = "actor_rollout_ref"
 LORA = (f"{REF}.model.lora_rank=4", f"{REF}.model.lora_alpha=8")
 
 
-def worker_of(group: LocalWorkerGroup) -> Any:
+def worker_of(group: WorkerGroup) -> Any:
     return group.workers[0]
 
 
-def weights(group: LocalWorkerGroup) -> dict[str, Tensor]:
+def weights(group: WorkerGroup) -> dict[str, Tensor]:
     module = worker_of(group).actor.module
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
-def answers(group: LocalWorkerGroup, prompts: DataProto) -> DataProto:
+def answers(group: WorkerGroup, prompts: DataProto) -> DataProto:
     """What the trainer has before an update: answers and their log-probs."""
     batch = group.generate_sequences(copy.deepcopy(prompts))
     assert isinstance(batch, DataProto)

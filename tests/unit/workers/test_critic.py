@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForTokenClassification
 
 from caldera.protocol import DataProto
-from caldera.single_controller import LocalWorkerGroup
+from caldera.single_controller import WorkerGroup
 
-Group = Callable[..., LocalWorkerGroup]
+Group = Callable[..., WorkerGroup]
 Advantages = Callable[[DataProto], DataProto]
 
 

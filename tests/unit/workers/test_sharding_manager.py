@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 
 from caldera.protocol import DataProto
-from caldera.single_controller import LocalWorkerGroup
+from caldera.single_controller import WorkerGroup
 
-Policy = Callable[..., LocalWorkerGroup]
+Policy = Callable[..., WorkerGroup]
 SEPARATE = "actor_rollout_ref.rollout.dtype=bfloat16"
 
 
-def change(group: LocalWorkerGroup) -> None:
+def change(group: WorkerGroup) -> None:
     """Stands for an optimiser step."""
     actor = group.workers[0].actor
     with torch.no_grad():
@@ -21,7 +21,7 @@ def change(group: LocalWorkerGroup) -> None:
     actor.version += 1
 
 
-def first_weight(group: LocalWorkerGroup) -> float:
+def first_weight(group: WorkerGroup) -> float:
     return next(group.workers[0].rollout.module.parameters()).flatten()[0].item()
 
 
