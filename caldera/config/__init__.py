@@ -20,6 +20,7 @@ from caldera.config.needs import needs_critic, needs_reference
 from caldera.config.optim import CheckpointConfig, FSDPConfig, OptimizerConfig
 from caldera.config.ppo import ActorRolloutRefConfig, PPOTrainerConfig
 from caldera.config.reference import SHORT_PROFILE, annotated_yaml, help_text
+from caldera.config.reward import RewardModelConfig
 from caldera.config.rollout import RolloutConfig, ValKwargs
 from caldera.config.trainer import TrainerConfig
 
@@ -39,6 +40,7 @@ __all__ = [
     "OptimizerConfig",
     "PPOTrainerConfig",
     "RefConfig",
+    "RewardModelConfig",
     "RolloutConfig",
     "TrainerConfig",
     "ValKwargs",

@@ -61,7 +61,7 @@ class RouterReplayConfig:
 @dataclass
 class ActorConfig:
     strategy: str = option("fsdp", choices=STRATEGIES)
-    """Training engine. In one process fsdp and fsdp2 have nothing to shard and are `local`."""
+    """Training engine. In this release fsdp and fsdp2 are `local`: every rank holds the model."""
     rollout_n: int = II("actor_rollout_ref.rollout.n")
     """Follows rollout.n, which is the place to set it."""
     ppo_mini_batch_size: int = option(256, minimum=1, unit="prompts")

@@ -39,13 +39,12 @@ class MicroBatches:
 
 def check_batches(config: PPOTrainerConfig) -> None:
     """Prompts, samples and tokens can be cut as the config says."""
-    devices = (config.trainer.n_gpus_per_node or 1) * config.trainer.nnodes
     for part in _micro_batches(config):
-        _take_global_size(part, devices)
+        _take_global_size(part, _devices(config))
     _check_mini_batches(config)
     for part in _needed(config):
         _check_micro_batch(part, config)
-    _check_devices(config, devices)
+    check_devices(config)
 
 
 def _micro_batches(config: PPOTrainerConfig) -> list[MicroBatches]:
@@ -61,11 +60,17 @@ def _micro_batches(config: PPOTrainerConfig) -> list[MicroBatches]:
                      "ppo_max_token_len_per_gpu"),
         MicroBatches("critic", config.critic, "forward_micro_batch_size", "use_dynamic_bsz",
                      "forward_max_token_len_per_gpu"),
+        MicroBatches("reward_model", config.reward_model, "micro_batch_size", "use_dynamic_bsz",
+                     "forward_max_token_len_per_gpu"),
     ]  # fmt: skip
 
 
 def _needed(config: PPOTrainerConfig) -> list[MicroBatches]:
-    needs = {"critic": needs_critic(config), REF: needs_reference(config)}
+    needs = {
+        "critic": needs_critic(config),
+        REF: needs_reference(config),
+        "reward_model": config.reward_model.enable,
+    }
     return [part for part in _micro_batches(config) if needs.get(part.group, True)]
 
 
@@ -91,10 +96,7 @@ def _take_global_size(part: MicroBatches, devices: int) -> None:
 
 def _check_mini_batches(config: PPOTrainerConfig) -> None:
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    minis = {ACTOR: config.actor_rollout_ref.actor.ppo_mini_batch_size}
-    if needs_critic(config):
-        minis["critic"] = config.critic.ppo_mini_batch_size
-    for name, mini in minis.items():
+    for key, mini in _mini_batches(config).items():
         if mini <= prompts and prompts % mini == 0:
             continue
         hint = ""
@@ -105,7 +107,7 @@ def _check_mini_batches(config: PPOTrainerConfig) -> None:
             )
         raise ConfigError(
             f"data.train_batch_size={prompts} prompts cannot be cut into mini-batches of "
-            f"{name}.ppo_mini_batch_size={mini} prompts: the first must be a multiple of the "
+            f"{key}={mini} prompts: the first must be a multiple of the "
             f"second ({prompts} = {prompts // mini} x {mini} + {prompts % mini}){hint}"
         )
 
@@ -129,10 +131,26 @@ def _check_micro_batch(part: MicroBatches, config: PPOTrainerConfig) -> None:
         )
 
 
-def _check_devices(config: PPOTrainerConfig, devices: int) -> None:
+def check_devices(config: PPOTrainerConfig) -> None:
+    """Every rank gets as many samples as the others, of a batch and of each mini-batch."""
+    devices = _devices(config)
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    if (prompts * n) % devices:
-        raise ConfigError(
-            f"data.train_batch_size={prompts} prompts x {ROLLOUT}.n={n} = {prompts * n} samples "
-            f"cannot be shared by {devices} devices (trainer.n_gpus_per_node x trainer.nnodes)"
-        )
+    parts = {"data.train_batch_size": prompts, **_mini_batches(config)}
+    for key, count in parts.items():
+        if (count * n) % devices:
+            raise ConfigError(
+                f"{key}={count} prompts x {ROLLOUT}.n={n} = {count * n} samples cannot be shared "
+                f"by {devices} devices (trainer.n_gpus_per_node x trainer.nnodes)"
+            )
+
+
+def _devices(config: PPOTrainerConfig) -> int:
+    return (config.trainer.n_gpus_per_node or 1) * config.trainer.nnodes
+
+
+def _mini_batches(config: PPOTrainerConfig) -> dict[str, int]:
+    """Prompts of an optimiser step, by key."""
+    minis = {f"{ACTOR}.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
+    if needs_critic(config):
+        minis["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
+    return minis

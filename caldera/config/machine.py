@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from caldera.config.batches import check_devices
 from caldera.config.optim import FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.errors import ConfigError
-
-MOST_DEVICES = 1
-"""Devices that this release drives."""
 
 
 def resolve_for_machine(config: PPOTrainerConfig, gpus: int) -> list[str]:
@@ -20,10 +18,10 @@ def resolve_for_machine(config: PPOTrainerConfig, gpus: int) -> list[str]:
     elif trainer.device == "cuda" and not gpus:
         raise ConfigError("trainer.device='cuda': this machine has no usable GPU; takes cpu")
     if trainer.n_gpus_per_node is None:
-        there = gpus if trainer.device == "cuda" else 1
-        trainer.n_gpus_per_node = min(there, MOST_DEVICES)
-        more = f" (of {there}: this release drives one)" if there > MOST_DEVICES else ""
-        chosen.append(f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}{more}")
+        trainer.n_gpus_per_node = gpus if trainer.device == "cuda" and gpus else 1
+        chosen.append(f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}")
+    _check_gpus(config, gpus)
+    check_devices(config)
     if rollout.name is None:
         rollout.name = "native"
         chosen.append("actor_rollout_ref.rollout.name=native")
@@ -44,6 +42,18 @@ def memories(config: PPOTrainerConfig) -> dict[str, FSDPConfig]:
         "actor_rollout_ref.ref.fsdp_config": config.actor_rollout_ref.ref.fsdp_config,
         "critic.model.fsdp_config": config.critic.model.fsdp_config,
     }
+
+
+def _check_gpus(config: PPOTrainerConfig, gpus: int) -> None:
+    trainer = config.trainer
+    wanted = trainer.n_gpus_per_node or 1
+    if config.reward_model.enable and config.reward_model.enable_resource_pool:
+        wanted += config.reward_model.n_gpus_per_node
+    if trainer.device == "cuda" and wanted > gpus:
+        raise ConfigError(
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: the run asks for {wanted} GPUs, "
+            f"this machine has {gpus}"
+        )
 
 
 def _default_dtype(device: str, memory: FSDPConfig) -> str:

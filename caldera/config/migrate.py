@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 from caldera.config.fields import shown
 from caldera.config.reasons import (
     COMPUTED_HEAD,
-    NEEDS_RAY,
     NO_AGENTS,
     NO_EXPERTS,
     NO_IMAGES,
@@ -26,6 +25,7 @@ from caldera.config.reasons import (
     NO_PROFILER,
     NO_REWARD_MODEL,
     NO_TRACE,
+    NO_TRANSFER,
 )
 from caldera.errors import ConfigError, UnsupportedError
 
@@ -58,22 +58,22 @@ NO_QUANTIZED_TRAINING = "training with quantised weights is not part of this rel
 LATER_REASONS = {
     "actor_rollout_ref.actor.checkpoint.strict": "a checkpoint either fits or is an error",
     "actor_rollout_ref.rollout.disaggregation": NO_OTHER_SAMPLER,
-    "actor_rollout_ref.rollout.checkpoint_engine": NEEDS_RAY,
+    "actor_rollout_ref.rollout.checkpoint_engine": NO_TRANSFER,
     "actor_rollout_ref.rollout.moe_load_balance_metrics_interval": NO_EXPERTS,
     "actor_rollout_ref.rollout.multi_turn": NO_AGENTS,
     "actor_rollout_ref.rollout.trace": NO_TRACE,
     "actor_rollout_ref.rollout.full_determinism": "kernels are those that torch picks",
-    "actor_rollout_ref.rollout": NEEDS_RAY,
+    "actor_rollout_ref.rollout": NO_TRANSFER,
     "critic.loss_scale_factor": "the critic's loss is scaled by the response length",
     "data.function_tool_path": NO_AGENTS,
     "data": NO_IMAGES,
     "distillation": "distillation from a teacher is not part of this release",
     "reward.reward_model": NO_REWARD_MODEL,
-    "ray_kwargs": NEEDS_RAY,
+    "ray_kwargs": NO_TRANSFER,
     "skip": "answers are sampled anew",
     "trainer.use_v1": "there is one trainer; leave the key out",
     "trainer.v1": "asynchronous training is not part of this release",
-    "transfer_queue": NEEDS_RAY,
+    "transfer_queue": NO_TRANSFER,
 }
 """Why keys of later releases are refused, by the longest prefix."""
 REASONS_BY_PART = {

@@ -9,10 +9,10 @@ from caldera.config.actor import ActorConfig, RefConfig
 from caldera.config.algorithm import AlgorithmConfig
 from caldera.config.critic import CriticConfig
 from caldera.config.data import DataConfig
-from caldera.config.fields import mapping, nested, refused
+from caldera.config.fields import mapping, nested, option, refused
 from caldera.config.model import ModelConfig
 from caldera.config.profiling import GlobalProfilerConfig
-from caldera.config.reasons import NEEDS_RAY, NO_SEARCH
+from caldera.config.reasons import NO_RAY, NO_SEARCH, NO_TRANSFER
 from caldera.config.reward import (
     CustomRewardFunctionConfig,
     RewardManagerConfig,
@@ -25,7 +25,8 @@ from caldera.config.trainer import TrainerConfig
 @dataclass
 class ActorRolloutRefConfig:
     hybrid_engine: bool = refused(True, "training and sampling share their devices")
-    nccl_timeout: int = refused(600, NEEDS_RAY)
+    nccl_timeout: int = option(600, minimum=1, unit="seconds")
+    """How long a call may take on the workers, of all roles, and a rank wait for another."""
     model: ModelConfig = nested(ModelConfig)
     actor: ActorConfig = nested(ActorConfig)
     ref: RefConfig = nested(RefConfig)
@@ -40,14 +41,14 @@ class RetrieverConfig:
 
 @dataclass
 class TransferQueueConfig:
-    enable: bool = refused(False, NEEDS_RAY)
+    enable: bool = refused(False, NO_TRANSFER)
 
 
 @dataclass
 class RayConfig:
     ray_init: dict[str, Any] = mapping(num_cpus=None)
-    """Arguments of ray.init; a run in one process takes none."""
-    timeline_json_file: str | None = refused(None, NEEDS_RAY)
+    """Arguments of ray.init; workers are processes of this machine, and take none."""
+    timeline_json_file: str | None = refused(None, NO_RAY)
 
 
 @dataclass

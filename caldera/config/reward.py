@@ -7,65 +7,87 @@ from typing import Any
 
 from omegaconf import II
 
+from caldera.config.actor import STRATEGIES
 from caldera.config.fields import mapping, nested, option, refused
 from caldera.config.megatron import RewardMegatronConfig
 from caldera.config.profiling import ProfilerConfig
-from caldera.config.reasons import NO_REWARD_MODEL, NO_SANDBOX, ONE_REWARD_LOOP
+from caldera.config.reasons import (
+    ALWAYS_PACKED,
+    NEEDS_SHARDING,
+    NO_MEGATRON,
+    NO_SANDBOX,
+    NO_SHARED_MEMORY,
+    ONE_REWARD_LOOP,
+    ONE_TIMEOUT,
+)
+
+NO_LANGUAGE_HEAD = "a reward model has no language head; leave the key out"
+NO_REWARD_SERVER = "the reward model is a worker of the run, not a server"
+SAME_TOKENS = "the reward model reads the actor's own tokens in this release"
+SCORED_WHOLE = "prompts and answers are scored whole"
 
 
 @dataclass
 class RewardFSDPConfig:
     @dataclass
     class WrapPolicy:
-        min_num_params: int = refused(0, NO_REWARD_MODEL)
+        min_num_params: int = refused(0, NEEDS_SHARDING)
 
     wrap_policy: WrapPolicy = nested(WrapPolicy)
-    param_offload: bool = refused(False, NO_REWARD_MODEL)
-    reshard_after_forward: bool = refused(True, NO_REWARD_MODEL)
-    fsdp_size: int = refused(-1, NO_REWARD_MODEL)
-    forward_prefetch: bool = refused(False, NO_REWARD_MODEL)
+    param_offload: bool = False
+    """Keep parameters in host memory between phases (on a GPU)."""
+    reshard_after_forward: bool = refused(True, NEEDS_SHARDING)
+    fsdp_size: int = refused(-1, NEEDS_SHARDING)
+    forward_prefetch: bool = refused(False, NEEDS_SHARDING)
 
 
 @dataclass
 class RewardModelModelConfig:
-    input_tokenizer: str | None = refused(II("actor_rollout_ref.model.path"), NO_REWARD_MODEL)
-    path: str | None = refused("~/models/FsfairX-LLaMA3-RM-v0.1", NO_REWARD_MODEL)
-    external_lib: str | None = refused(II("actor_rollout_ref.model.external_lib"), NO_REWARD_MODEL)
-    trust_remote_code: bool = refused(False, NO_REWARD_MODEL)
-    override_config: dict[str, Any] = refused({}, NO_REWARD_MODEL)
-    use_shm: bool = refused(False, NO_REWARD_MODEL)
-    use_remove_padding: bool = refused(False, NO_REWARD_MODEL)
+    input_tokenizer: str | None = refused(
+        II("actor_rollout_ref.model.path"), SAME_TOKENS, met=(None,)
+    )
+    path: str | None = "~/models/FsfairX-LLaMA3-RM-v0.1"
+    """Folder or hub name of the reward model: a sequence classifier of one label."""
+    external_lib: str | None = II("actor_rollout_ref.model.external_lib")
+    """Modules that are imported before the model is built."""
+    trust_remote_code: bool = False
+    """Whether code that comes with the model may run."""
+    override_config: dict[str, Any] = mapping()
+    """Values that replace those of the model's config.json."""
+    use_shm: bool = refused(False, NO_SHARED_MEMORY)
+    use_remove_padding: bool = refused(False, ALWAYS_PACKED, met=(True,))
     use_fused_kernels: bool = refused(
-        II("actor_rollout_ref.model.use_fused_kernels"), NO_REWARD_MODEL
+        II("actor_rollout_ref.model.use_fused_kernels"), NO_LANGUAGE_HEAD
     )
     fsdp_config: RewardFSDPConfig = nested(RewardFSDPConfig)
+    """Memory of the reward model."""
 
 
 @dataclass
 class RewardRolloutConfig:
     """The server of a reward model."""
 
-    name: str | None = refused(None, NO_REWARD_MODEL)
-    dtype: str = refused("bfloat16", NO_REWARD_MODEL)
-    gpu_memory_utilization: float = refused(0.5, NO_REWARD_MODEL)
-    enforce_eager: bool = refused(True, NO_REWARD_MODEL)
-    cudagraph_capture_sizes: list[int] | None = refused(None, NO_REWARD_MODEL)
-    free_cache_engine: bool = refused(True, NO_REWARD_MODEL)
-    data_parallel_size: int = refused(1, NO_REWARD_MODEL)
-    expert_parallel_size: int = refused(1, NO_REWARD_MODEL)
-    tensor_model_parallel_size: int = refused(2, NO_REWARD_MODEL)
-    max_num_batched_tokens: int = refused(8192, NO_REWARD_MODEL)
-    max_model_len: int | None = refused(None, NO_REWARD_MODEL)
-    max_num_seqs: int = refused(1024, NO_REWARD_MODEL)
-    load_format: str = refused("auto", NO_REWARD_MODEL)
-    engine_kwargs: dict[str, Any] = refused({}, NO_REWARD_MODEL)
-    limit_images: int | None = refused(None, NO_REWARD_MODEL)
-    enable_chunked_prefill: bool = refused(True, NO_REWARD_MODEL)
-    enable_prefix_caching: bool = refused(True, NO_REWARD_MODEL)
-    disable_log_stats: bool = refused(True, NO_REWARD_MODEL)
-    skip_tokenizer_init: bool = refused(False, NO_REWARD_MODEL)
-    prompt_length: int = refused(2048, NO_REWARD_MODEL)
-    response_length: int = refused(2048, NO_REWARD_MODEL)
+    name: str | None = refused(None, NO_REWARD_SERVER)
+    dtype: str = refused("bfloat16", NO_REWARD_SERVER)
+    gpu_memory_utilization: float = refused(0.5, NO_REWARD_SERVER)
+    enforce_eager: bool = refused(True, NO_REWARD_SERVER)
+    cudagraph_capture_sizes: list[int] | None = refused(None, NO_REWARD_SERVER)
+    free_cache_engine: bool = refused(True, NO_REWARD_SERVER)
+    data_parallel_size: int = refused(1, NO_REWARD_SERVER)
+    expert_parallel_size: int = refused(1, NO_REWARD_SERVER)
+    tensor_model_parallel_size: int = refused(2, NO_REWARD_SERVER)
+    max_num_batched_tokens: int = refused(8192, NO_REWARD_SERVER)
+    max_model_len: int | None = refused(None, NO_REWARD_SERVER)
+    max_num_seqs: int = refused(1024, NO_REWARD_SERVER)
+    load_format: str = refused("auto", NO_REWARD_SERVER)
+    engine_kwargs: dict[str, Any] = refused({}, NO_REWARD_SERVER)
+    limit_images: int | None = refused(None, NO_REWARD_SERVER)
+    enable_chunked_prefill: bool = refused(True, NO_REWARD_SERVER)
+    enable_prefix_caching: bool = refused(True, NO_REWARD_SERVER)
+    disable_log_stats: bool = refused(True, NO_REWARD_SERVER)
+    skip_tokenizer_init: bool = refused(False, NO_REWARD_SERVER)
+    prompt_length: int = refused(2048, NO_REWARD_SERVER)
+    response_length: int = refused(2048, NO_REWARD_SERVER)
 
 
 @dataclass
@@ -77,22 +99,31 @@ class SandboxFusionConfig:
 
 @dataclass
 class RewardModelConfig:
-    enable: bool = refused(False, NO_REWARD_MODEL)
-    enable_resource_pool: bool = refused(False, NO_REWARD_MODEL)
-    n_gpus_per_node: int = refused(8, NO_REWARD_MODEL)
-    nnodes: int = refused(0, NO_REWARD_MODEL)
-    strategy: str = refused("fsdp", NO_REWARD_MODEL, met=("fsdp2", "megatron"))
+    enable: bool = False
+    """Score answers with a model."""
+    enable_resource_pool: bool = False
+    """Give the reward model devices of its own; else it shares those of the other models."""
+    n_gpus_per_node: int = option(8, minimum=1, unit="devices")
+    """Devices a node of its own, where it has any."""
+    nnodes: int = option(0, minimum=0, unit="nodes")
+    """Nodes of its own, where it has any."""
+    strategy: str = option("fsdp", choices=STRATEGIES)
+    """Engine of the reward model."""
     model: RewardModelModelConfig = nested(RewardModelModelConfig)
-    micro_batch_size: int | None = refused(None, NO_REWARD_MODEL)
-    micro_batch_size_per_gpu: int | None = refused(None, NO_REWARD_MODEL)
-    max_length: int | None = refused(None, NO_REWARD_MODEL)
-    use_dynamic_bsz: bool = refused(II("critic.use_dynamic_bsz"), NO_REWARD_MODEL)
-    forward_max_token_len_per_gpu: int = refused(
-        II("critic.forward_max_token_len_per_gpu"), NO_REWARD_MODEL
+    micro_batch_size: int | None = option(None, minimum=1, unit="samples")
+    """Deprecated: samples per pass over all devices; micro_batch_size_per_gpu says it now."""
+    micro_batch_size_per_gpu: int | None = option(None, minimum=1, unit="samples")
+    """Samples per forward pass on one device."""
+    max_length: int | None = refused(None, SCORED_WHOLE)
+    use_dynamic_bsz: bool = II("critic.use_dynamic_bsz")
+    """Form micro-batches by tokens instead of by samples."""
+    forward_max_token_len_per_gpu: int = option(
+        II("critic.forward_max_token_len_per_gpu"), minimum=1, unit="tokens"
     )
-    ulysses_sequence_parallel_size: int = refused(1, NO_REWARD_MODEL)
-    nccl_timeout: int = refused(600, NO_REWARD_MODEL)
-    load_weight: bool = refused(True, NO_REWARD_MODEL)
+    """Tokens per micro-batch then."""
+    ulysses_sequence_parallel_size: int = refused(1, NEEDS_SHARDING)
+    nccl_timeout: int = refused(600, ONE_TIMEOUT)
+    load_weight: bool = refused(True, NO_MEGATRON)
     reward_manager: str = "naive"
     """Name of the reward manager."""
     reward_kwargs: dict[str, Any] = mapping()

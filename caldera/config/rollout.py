@@ -11,13 +11,13 @@ from caldera.config.fields import mapping, nested, option, refused
 from caldera.config.model import MtpConfig
 from caldera.config.profiling import ProfilerConfig
 from caldera.config.reasons import (
-    NEEDS_RAY,
     NO_AGENTS,
     NO_EXPERTS,
     NO_MEGATRON,
     NO_OTHER_SAMPLER,
     NO_PROMETHEUS,
     NO_TRACE,
+    NO_TRANSFER,
     ONE_DEVICE,
 )
 
@@ -70,9 +70,9 @@ class AgentConfig:
 
 @dataclass
 class CheckpointEngineConfig:
-    backend: str = refused("naive", NEEDS_RAY)
-    update_weights_bucket_megabytes: int = refused(2048, NEEDS_RAY)
-    engine_kwargs: dict[str, Any] = refused({}, NEEDS_RAY)
+    backend: str = refused("naive", NO_TRANSFER)
+    update_weights_bucket_megabytes: int = refused(2048, NO_TRANSFER)
+    engine_kwargs: dict[str, Any] = refused({}, NO_TRANSFER)
 
 
 @dataclass

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from caldera.config.fields import listed, option, refused
-from caldera.config.reasons import NEEDS_RAY
 
 
 @dataclass
@@ -31,7 +30,9 @@ class TrainerConfig:
     """Folder for every validation answer; null: not kept."""
     nnodes: int = refused(1, "several nodes are not part of this release")
     n_gpus_per_node: int | None = option(None, minimum=1, unit="devices")
-    """Devices (GPUs, or ranks on a CPU) a node; null: 1. This release takes no more than 1."""
+    """Devices (GPUs, or processes on a CPU) a node; null: all GPUs, or one process on a CPU."""
+    max_restarts: int = option(0, minimum=0, unit="restarts")
+    """How often a run whose workers died goes on from its last checkpoint by itself."""
     device: str | None = option(None, choices=("cuda", "cpu"))
     """Where models live; null: cuda where there is a GPU, else cpu."""
     save_freq: int = option(-1, unit="steps")
@@ -57,5 +58,5 @@ class TrainerConfig:
     max_critic_ckpt_to_keep: int | None = option(None, minimum=1, unit="checkpoints")
     """Newest checkpoints whose critic is kept; null: all."""
     esi_redundant_time: int = refused(0, "checkpoints are written by save_freq alone")
-    ray_wait_register_center_timeout: int = refused(300, NEEDS_RAY)
+    ray_wait_register_center_timeout: int = refused(300, "workers are known once they are made")
     use_legacy_worker_impl: str = refused("auto", "there is one implementation of the workers")

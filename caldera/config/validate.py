@@ -11,7 +11,7 @@ from caldera.config.algorithm import RolloutCorrectionConfig
 from caldera.config.batches import check_batches
 from caldera.config.critic import CriticConfig
 from caldera.config.fields import shown
-from caldera.config.machine import MOST_DEVICES, memories
+from caldera.config.machine import memories
 from caldera.config.optim import CONTENTS
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.config.rollout_presets import check_rollout_correction, rollout_correction_preset
@@ -73,15 +73,18 @@ def _check_world(config: PPOTrainerConfig) -> None:
         "actor_rollout_ref.ref.strategy": config.actor_rollout_ref.ref.strategy,
         "critic.strategy": config.critic.strategy,
     }
+    if config.reward_model.enable:
+        strategies["reward_model.strategy"] = config.reward_model.strategy
     for key, strategy in strategies.items():
         if strategy == "megatron":
             raise UnsupportedError(
                 f"{key}='megatron' is not part of this release; takes local, fsdp, fsdp2"
             )
-    devices = config.trainer.n_gpus_per_node
-    if devices is not None and devices > MOST_DEVICES:
-        raise UnsupportedError(
-            f"trainer.n_gpus_per_node={devices}: this release trains in one process; takes 1"
+    reward_model = config.reward_model
+    if reward_model.enable and reward_model.enable_resource_pool and reward_model.nnodes < 1:
+        raise ConfigError(
+            f"reward_model.nnodes={reward_model.nnodes}: reward_model.enable_resource_pool=True "
+            "needs at least 1 node"
         )
     sampler = config.actor_rollout_ref.rollout.name
     if sampler in OTHER_SAMPLERS:

@@ -19,10 +19,10 @@ from caldera.trainer.entry import run_entry_point, split_overrides
 
 
 def run_ppo(config: PPOTrainerConfig) -> None:
-    """Train as the config says, in this process."""
-    from caldera.trainer.ppo.setup import TaskRunner  # torch and transformers take seconds
+    """Train as the config says."""
+    from caldera.trainer.ppo.setup import run  # torch and transformers take seconds to import
 
-    TaskRunner().run(config)
+    run(config)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

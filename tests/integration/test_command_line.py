@@ -249,7 +249,7 @@ def test_help_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     often = shown.partition("Keys that most runs set:")[2].partition("other keys:")[0]
     assert all(f"  {key}=" in often for key in SHORT_PROFILE)
     assert 35 <= len(SHORT_PROFILE) <= 45
-    assert "Takes 1 alone: several nodes are not part of this release." in shown
+    assert "Takes null alone: checkpoints are written to local folders." in shown
 
 
 def test_help_of_a_group_or_a_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,18 +32,23 @@ from caldera.data import (
     Batch,
     FixedLoader,
     StatefulLoader,
-    balance_partitions,
-    log_seqlen_unbalance,
     object_array,
     registered_or_own,
 )
 from caldera.protocol import DataProto, tensors_of
 from caldera.reward import RewardManager, compute_reward
-from caldera.single_controller import LocalWorkerGroup, ResourcePoolManager, Role, Worker
+from caldera.single_controller import (
+    ClassWithInitArgs,
+    ResourcePool,
+    ResourcePoolManager,
+    Role,
+    WorkerGroup,
+)
 from caldera.tracking import GenerationDump, Tracking, TrainingProgress
 from caldera.tracking.dumps import write_text_atomic
 from caldera.trainer.checkpoint import CheckpointFolder, read_part, step_of
 from caldera.trainer.ppo.advantage import compute_advantage, correct_rollout, variance_metrics
+from caldera.trainer.ppo.dealing import DealtGroup
 from caldera.trainer.ppo.dynamic_sampling import GroupFilter
 from caldera.trainer.ppo.metrics import (
     compute_data_metrics,
@@ -60,6 +65,8 @@ from caldera.trainer.ppo.validation import (
 )
 
 Metrics = dict[str, float]
+MakeGroups = Callable[[ResourcePool, dict[str, ClassWithInitArgs]], dict[str, WorkerGroup]]
+"""(a pool, the roles that share it) -> a group for each role."""
 
 
 class RayPPOTrainer:
@@ -69,8 +76,9 @@ class RayPPOTrainer:
         self,
         config: PPOTrainerConfig,
         tokenizer: PreTrainedTokenizerBase,
-        role_worker_mapping: dict[Role, Callable[[], Worker]],
+        role_worker_mapping: dict[Role, ClassWithInitArgs],
         resource_pool_manager: ResourcePoolManager,
+        make_groups: MakeGroups,
         reward_fn: RewardManager,
         val_reward_fn: RewardManager,
         train_loader: StatefulLoader,
@@ -83,6 +91,8 @@ class RayPPOTrainer:
         self.tokenizer = tokenizer
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
+        self.make_groups = make_groups
+        self._groups: dict[str, WorkerGroup] = {}
         self.reward_fn = reward_fn
         self.train_loader = train_loader
         self.use_critic = needs_critic(config)
@@ -103,15 +113,33 @@ class RayPPOTrainer:
 
     def init_workers(self) -> None:
         """Create the worker groups, and have them load their models."""
-        self.resource_pool_manager.create_resource_pool()
-        groups = {}
-        for role, make_worker in self.role_worker_mapping.items():
-            pool = self.resource_pool_manager.get_resource_pool(role)
-            groups[role] = LocalWorkerGroup(pool, make_worker)
-            groups[role].init_model()
+        manager = self.resource_pool_manager
+        manager.create_resource_pool()
+        by_pool: dict[str, dict[str, ClassWithInitArgs]] = {}
+        for role, recipe in self.role_worker_mapping.items():
+            by_pool.setdefault(manager.mapping[role], {})[role.value] = recipe
+        for pool, recipes in by_pool.items():  # the roles of a pool share its processes
+            self._groups |= self.make_groups(manager.resource_pool_dict[pool], recipes)
+        for group in self._groups.values():
+            group.init_model()
         policy = Role.ActorRolloutRef if self.use_reference else Role.ActorRollout
-        self.actor_rollout_wg = groups[policy]
-        self.critic_wg = groups.get(Role.Critic)
+        self.actor_rollout_wg = self._dealt(policy)
+        self.critic_wg = self._dealt(Role.Critic) if self.use_critic else None
+        self.rm_wg = self._dealt(Role.RewardModel) if self.config.reward_model.enable else None
+
+    def _dealt(self, role: Role) -> DealtGroup:
+        n = self.config.actor_rollout_ref.rollout.n
+        mini_batch_sizes = {
+            "update_actor": self.config.actor_rollout_ref.actor.ppo_mini_batch_size * n,
+            "update_critic": self.config.critic.ppo_mini_batch_size * n,
+        }
+        balance = self.config.trainer.balance_batch
+        return DealtGroup(self._groups[role.value], balance, mini_batch_sizes)
+
+    def shutdown(self) -> None:
+        """End the workers."""
+        for group in self._groups.values():
+            group.shutdown()
 
     # ------------------------------------------------------------------ the run
 
@@ -152,6 +180,7 @@ class RayPPOTrainer:
             with marked_timer("testing", timing):
                 metrics |= self._validate(progress)
         gpus = self.resource_pool_manager.get_n_gpus()
+        metrics |= self.actor_rollout_wg.metrics(batch)
         metrics |= compute_data_metrics(batch, self.use_critic)
         metrics |= compute_timing_metrics(batch, timing)
         metrics |= compute_throughput_metrics(batch, timing, gpus)
@@ -198,6 +227,8 @@ class RayPPOTrainer:
     def _score(self, batch: DataProto, timing: dict[str, float]) -> None:
         """Adds token_level_scores, and what else the scorer said of each sample."""
         with marked_timer("reward", timing):
+            if self.rm_wg is not None:
+                batch.union(self.rm_wg.compute_rm_score(batch))
             scores, extras = compute_reward(batch, self.reward_fn)
         tensors_of(batch)["token_level_scores"] = scores  # (B, R)
         for key, values in extras.items():
@@ -206,8 +237,8 @@ class RayPPOTrainer:
 
     def _evaluate(self, batch: DataProto, metrics: Metrics, timing: dict[str, float]) -> None:
         """Adds old_log_probs, and, where they are used, ref_log_prob and values."""
-        self._balance(batch, metrics)
         tensors = tensors_of(batch)
+        batch.meta_info["global_token_num"] = tensors["attention_mask"].sum(-1).tolist()
         if self.config.algorithm.rollout_correction.bypass_mode:
             tensors["old_log_probs"] = tensors["rollout_log_probs"]
         else:
@@ -268,16 +299,6 @@ class RayPPOTrainer:
         mode = self.config.actor_rollout_ref.actor.loss_agg_mode
         mean = agg_loss(entropys, tensors_of(batch)["response_mask"], mode)
         return {"actor/entropy": mean.item()}
-
-    def _balance(self, batch: DataProto, metrics: Metrics) -> None:
-        """Deal the samples to the ranks so that all have the same work."""
-        lengths = tensors_of(batch)["attention_mask"].sum(-1).tolist()
-        batch.meta_info["global_token_num"] = lengths
-        ranks = self.actor_rollout_wg.world_size
-        if self.config.trainer.balance_batch and ranks > 1:  # one rank has nobody to share with
-            parts = balance_partitions(lengths, ranks)
-            batch.reorder(torch.tensor([row for part in parts for row in part]))
-            metrics |= log_seqlen_unbalance(lengths, parts)
 
     def _validate(self, progress: TrainingProgress) -> Metrics:
         metrics = self.validator.run(self.global_steps)

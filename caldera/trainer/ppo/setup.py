@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -22,15 +21,17 @@ from caldera.data import (
     create_val_loader,
     hf_tokenizer,
 )
+from caldera.errors import WorkerError
 from caldera.models.loading import import_external
 from caldera.reward import load_reward_manager
-from caldera.single_controller import ResourcePoolManager, Role, Worker
-from caldera.trainer.ppo.ray_trainer import RayPPOTrainer, total_training_steps
-from caldera.workers import ActorRolloutRefWorker, CriticWorker
+from caldera.single_controller import ClassWithInitArgs, ResourcePoolManager, Role
+from caldera.trainer.ppo.groups import make_groups_for
+from caldera.trainer.ppo.ray_trainer import MakeGroups, RayPPOTrainer, total_training_steps
+from caldera.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
 logger = logging.getLogger(__name__)
 
-POOL = "global_pool"
+GLOBAL_POOL, REWARD_POOL = "global_pool", "reward_pool"
 
 
 def seed_everything(seed: int) -> None:
@@ -40,19 +41,56 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def run(config: PPOTrainerConfig) -> None:
+    """Train as the config says."""
+    chosen = resolve_for_machine(config, torch.cuda.device_count())
+    if chosen:
+        logger.info("chosen for this machine: %s", ", ".join(chosen))
+    strategy = config.actor_rollout_ref.actor.strategy
+    if strategy != "local" and (config.trainer.n_gpus_per_node or 1) * config.trainer.nnodes > 1:
+        logger.warning(
+            "actor_rollout_ref.actor.strategy=%s: this release does not shard; every rank holds "
+            "the whole model and its optimiser", strategy,
+        )  # fmt: skip
+    build_and_fit(config, make_groups_for(config))
+
+
+def build_and_fit(config: PPOTrainerConfig, make_groups: MakeGroups) -> None:
+    """Train in worker groups that are made so."""
+    TaskRunner(make_groups).run(config)
+
+
 class TaskRunner:
     """Builds everything that a run needs, and runs it."""
 
+    def __init__(self, make_groups: MakeGroups) -> None:
+        self._make_groups = make_groups
+
     def run(self, config: PPOTrainerConfig) -> None:
-        self.build(config).fit()
+        """Train; where workers die, go on from the last checkpoint as often as the config says."""
+        for restarts_left in range(config.trainer.max_restarts, -1, -1):
+            try:
+                self._run_once(config)
+                return
+            except WorkerError as error:
+                if restarts_left == 0:
+                    raise
+                logger.error("%s", error)
+                logger.warning("restarting from the last checkpoint; %d left", restarts_left - 1)
+                config.trainer.resume_mode = "auto"
+
+    def _run_once(self, config: PPOTrainerConfig) -> None:
+        trainer = self.build(config)
+        try:
+            trainer.init_workers()
+            trainer.fit()
+        finally:
+            trainer.shutdown()
 
     def build(self, config: PPOTrainerConfig) -> RayPPOTrainer:
-        """A trainer whose workers have loaded their models."""
+        """A trainer whose workers are still to be made."""
         disable_progress_bar()  # of transformers, in loading and saving: it would tear our own
         seed_everything(config.actor_rollout_ref.rollout.seed)
-        chosen = resolve_for_machine(config, torch.cuda.device_count())
-        if chosen:
-            logger.info("chosen for this machine: %s", ", ".join(chosen))
         model, data = config.actor_rollout_ref.model, config.data
         import_external(model, "actor_rollout_ref.model")  # it may register estimators and losses
         if data.tokenizer:  # checkpoints hold the tokenizer that the run used
@@ -73,31 +111,39 @@ class TaskRunner:
         total = total_training_steps(config, train_loader)
         config.actor_rollout_ref.actor.optim.total_training_steps = total
         config.critic.optim.total_training_steps = total
-        trainer = RayPPOTrainer(
+        return RayPPOTrainer(
             config,
             tokenizer,
             self._workers(config),
             self._pools(config),
+            self._make_groups,
             load_reward_manager(config, tokenizer, num_examine=0),
             load_reward_manager(config, tokenizer, num_examine=0),
             train_loader,
             create_val_loader(val_set, data),
         )
-        trainer.init_workers()
-        return trainer
 
-    def _workers(self, config: PPOTrainerConfig) -> dict[Role, Callable[[], Worker]]:
+    def _workers(self, config: PPOTrainerConfig) -> dict[Role, ClassWithInitArgs]:
         """How to make the worker of each role that this run needs."""
-        device = str(config.trainer.device)
+        device, parts = str(config.trainer.device), config.actor_rollout_ref
         policy = Role.ActorRolloutRef if needs_reference(config) else Role.ActorRollout
-        workers: dict[Role, Callable[[], Worker]] = {
-            policy: lambda: ActorRolloutRefWorker(config.actor_rollout_ref, policy.value, device)
-        }
+        workers = {policy: ClassWithInitArgs(ActorRolloutRefWorker, parts, policy.value, device)}
         if needs_critic(config):
-            n = config.actor_rollout_ref.rollout.n
-            workers[Role.Critic] = lambda: CriticWorker(config.critic, n, device)
+            workers[Role.Critic] = ClassWithInitArgs(
+                CriticWorker, config.critic, parts.rollout.n, device
+            )
+        if config.reward_model.enable:
+            workers[Role.RewardModel] = ClassWithInitArgs(
+                RewardModelWorker, config.reward_model, device
+            )
         return workers
 
     def _pools(self, config: PPOTrainerConfig) -> ResourcePoolManager:
-        processes = [config.trainer.n_gpus_per_node or 1] * config.trainer.nnodes
-        return ResourcePoolManager({POOL: processes}, {role: POOL for role in Role})
+        """All roles on all devices, but for a reward model with devices of its own."""
+        trainer, reward_model = config.trainer, config.reward_model
+        pools = {GLOBAL_POOL: [trainer.n_gpus_per_node or 1] * trainer.nnodes}
+        mapping = dict.fromkeys(Role, GLOBAL_POOL)
+        if reward_model.enable and reward_model.enable_resource_pool:
+            pools[REWARD_POOL] = [reward_model.n_gpus_per_node] * reward_model.nnodes
+            mapping[Role.RewardModel] = REWARD_POOL
+        return ResourcePoolManager(pools, mapping)

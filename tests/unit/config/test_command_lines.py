@@ -96,7 +96,8 @@ data.data_source_key=data_source data.reward_model_key=reward_model
 LINES = {
     "PPO with critic": Line(PPO),
     "GRPO, asynchronous vLLM, offload": Line(
-        GRPO, "trainer.n_gpus_per_node=8: this release trains in one process; takes 1"
+        GRPO,
+        "actor_rollout_ref.rollout.name='vllm' is not part of this release; takes native, hf",
     ),
     "tools and DAPO": Line(
         START + TOOLS,
@@ -213,7 +214,7 @@ def test_keys_that_are_honoured() -> None:
 
 
 REFUSED = """
-actor_rollout_ref.rollout.name=vllm trainer.n_gpus_per_node=8
+actor_rollout_ref.rollout.name=vllm
 actor_rollout_ref.actor.ulysses_sequence_parallel_size=4
 actor_rollout_ref.rollout.multi_turn.enable=True
 actor_rollout_ref.rollout.multi_turn.max_user_turns=16
@@ -227,7 +228,7 @@ actor_rollout_ref.rollout.tensor_model_parallel_size=2
 actor_rollout_ref.actor.fsdp_config.forward_prefetch=True
 actor_rollout_ref.actor.fsdp_config.fsdp_size=4
 actor_rollout_ref.model.use_fused_kernels=True
-trainer.default_hdfs_dir=hdfs://c reward_model.enable=True reward_model.enable_resource_pool=True
+trainer.default_hdfs_dir=hdfs://c
 """
 
 

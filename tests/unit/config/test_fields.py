@@ -102,7 +102,7 @@ def test_bounds_are_included(load: Load) -> None:
     [
         ("actor_rollout_ref.model.use_remove_padding=False", "always packed without padding"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "FSDP engine is not part"),
-        ("trainer.nnodes=2", "several nodes are not part"),
+        ("trainer.default_hdfs_dir=hdfs://x", "written to local folders"),
         ("do_search=true", "search agent is not part"),
     ],
 )

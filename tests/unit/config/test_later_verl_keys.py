@@ -29,7 +29,6 @@ REFUSED_DEFAULTS = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
     "actor_rollout_ref.rollout.enable_chunked_prefill",
     "actor_rollout_ref.rollout.enable_prefix_caching",
-    "trainer.n_gpus_per_node",
 }
 """Defaults of later releases that ask for something else than happens here."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from caldera.config import PPOTrainerConfig, resolve_for_machine
-from caldera.errors import ConfigError, UnsupportedError
+from caldera.errors import ConfigError
 
 Load = Callable[..., PPOTrainerConfig]
 ACTOR = "actor_rollout_ref.actor"
@@ -25,7 +25,7 @@ DTYPES = (
     [
         (0, "cpu", "1", "float32"),
         (1, "cuda", "1", "bfloat16"),
-        (8, "cuda", "1 (of 8: this release drives one)", "bfloat16"),
+        (8, "cuda", "8", "bfloat16"),
     ],
 )
 def test_everything_that_is_chosen_is_told(
@@ -38,7 +38,7 @@ def test_everything_that_is_chosen_is_told(
         f"{ROLLOUT}.name=native",
         *(f"{key}={dtype}" for key in DTYPES),
     ]
-    assert (config.trainer.device, config.trainer.n_gpus_per_node) == (device, 1)
+    assert (config.trainer.device, config.trainer.n_gpus_per_node) == (device, int(devices))
     assert config.actor_rollout_ref.rollout.name == "native"
     parts = config.actor_rollout_ref
     for part in (parts.actor, parts.ref, config.critic.model):
@@ -49,10 +49,10 @@ def test_everything_that_is_chosen_is_told(
 
 @pytest.mark.parametrize("gpus", [0, 1, 8])
 def test_explicit_values_are_obeyed(load: Load, gpus: int) -> None:
-    given = ["trainer.device=cpu", "trainer.n_gpus_per_node=1", f"{ROLLOUT}.name=hf"]
+    given = ["trainer.device=cpu", "trainer.n_gpus_per_node=2", f"{ROLLOUT}.name=hf"]
     config = load(*given, *(f"{key}=bfloat16" for key in DTYPES))
     assert resolve_for_machine(config, gpus) == []
-    assert config.trainer.device == "cpu"
+    assert (config.trainer.device, config.trainer.n_gpus_per_node) == ("cpu", 2)
     assert config.actor_rollout_ref.rollout.name == "hf"
     assert config.actor_rollout_ref.rollout.dtype == "bfloat16"
 
@@ -65,9 +65,17 @@ def test_a_cpu_that_is_asked_for_computes_in_float32(load: Load, gpus: int) -> N
     assert f"{ROLLOUT}.dtype=float32" in chosen
 
 
-def test_more_devices_than_are_driven_are_refused(load: Load) -> None:
-    with pytest.raises(UnsupportedError, match=r"^trainer\.n_gpus_per_node=8: .*; takes 1$"):
-        load("trainer.n_gpus_per_node=8")
+def test_more_gpus_than_there_are(load: Load) -> None:
+    config = load("trainer.device=cuda", "trainer.n_gpus_per_node=8")
+    with pytest.raises(ConfigError, match=r"the run asks for 8 GPUs, this machine has 2$"):
+        resolve_for_machine(config, gpus=2)
+
+
+def test_a_batch_that_the_machines_gpus_cannot_share(load: Load) -> None:
+    config = load("data.train_batch_size=6", f"{ACTOR}.ppo_mini_batch_size=6")
+    message = r"^data\.train_batch_size=6 prompts x .*n=1 = 6 samples cannot be shared by 4 devices"
+    with pytest.raises(ConfigError, match=message):
+        resolve_for_machine(config, gpus=4)
 
 
 def test_bfloat16_parameters_on_a_cpu(load: Load) -> None:

@@ -45,9 +45,10 @@ def test_who_needs_a_reference(load: Load) -> None:
     assert needs_reference(load(size, f"{ACTOR}.use_kl_loss=True"))
 
 
-def test_one_process_only(load: Load) -> None:
-    with pytest.raises(UnsupportedError, match=r"^trainer\.n_gpus_per_node=8: .*takes 1$"):
-        load("trainer.n_gpus_per_node=8")
+def test_a_pool_for_the_reward_model_needs_a_node(load: Load) -> None:
+    pool = ("reward_model.enable=True", "reward_model.enable_resource_pool=True")
+    with pytest.raises(ConfigError, match=r"^reward_model\.nnodes=0: .*at least 1 node$"):
+        load(*pool, "reward_model.micro_batch_size_per_gpu=4")
 
 
 @pytest.mark.parametrize(
@@ -69,12 +70,11 @@ def test_a_sampler_of_the_users_is_left_to_the_registry(load: Load) -> None:
     assert load(f"{ROLLOUT}.name=mine").actor_rollout_ref.rollout.name == "mine"
 
 
-@pytest.mark.parametrize(
-    "override", [f"{ROLLOUT}.engine_kwargs.vllm.seed=1", "ray_kwargs.ray_init.num_cpus=4"]
-)
-def test_arguments_that_nothing_takes(load: Load, override: str) -> None:
+def test_arguments_that_nothing_takes(load: Load) -> None:
     with pytest.raises(UnsupportedError, match="nothing in this release takes it"):
-        load(override)
+        load(f"{ROLLOUT}.engine_kwargs.vllm.seed=1")
+    with pytest.raises(UnsupportedError, match="nothing in this release takes it"):
+        load("ray_kwargs.ray_init.num_cpus=4")
 
 
 def test_arguments_at_null_are_not_given(load: Load) -> None:

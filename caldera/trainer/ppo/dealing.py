@@ -1,0 +1,80 @@
+"""Dealing the rows of a batch to ranks, without the controller's batch changing its order.
+
+Rows are dealt so that all ranks have the same work. For an update they are dealt within each
+mini-batch, so that a mini-batch has the same members for any number of ranks, and the numbers of a
+run do not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from caldera.data import balance_partitions, log_seqlen_unbalance
+from caldera.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad_dataproto
+from caldera.single_controller import WorkerGroup
+
+
+def deal(
+    lengths: list[int], ranks: int, balance: bool, mini_batch_size: int | None = None
+) -> list[list[int]]:
+    """The rows of each rank, in the order in which it takes them; lengths are in tokens."""
+    size = mini_batch_size or len(lengths)
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    for start in range(0, len(lengths), size):
+        block = lengths[start : start + size]
+        if balance:
+            shares = balance_partitions(block, ranks)
+        else:
+            share = len(block) // ranks
+            shares = [list(range(r * share, (r + 1) * share)) for r in range(ranks)]
+        for part, rows in zip(parts, shares, strict=True):
+            part += [start + row for row in rows]
+    return parts
+
+
+class DealtGroup:
+    """A worker group whose calls with a batch deal its rows to the ranks.
+
+    What comes back has the batch's order, so that the control flow above cannot tell how many ranks
+    there are. Rows that do not fill the ranks are made up by repeating the first ones.
+    """
+
+    def __init__(self, group: WorkerGroup, balance: bool, mini_batch_sizes: dict[str, int]) -> None:
+        """`mini_batch_sizes`: samples of an optimiser step, by the method that makes them."""
+        self._group = group
+        self._balance = balance
+        self._mini_batch_sizes = mini_batch_sizes
+        self.world_size = group.world_size
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._group, name)
+        if self.world_size == 1:
+            return cast(Callable[..., Any], method)
+        return partial(self._call, method, self._mini_batch_sizes.get(name))
+
+    def metrics(self, batch: DataProto) -> dict[str, float]:
+        """How unequal the ranks' work would be as the rows come, and is as they are dealt."""
+        if self.world_size == 1:
+            return {}
+        lengths = _lengths(batch)
+        return log_seqlen_unbalance(lengths, deal(lengths, self.world_size, self._balance))
+
+    def _call(self, method: Callable[..., Any], mini_batch_size: int | None, *args: Any) -> Any:
+        if not args or not isinstance(args[0], DataProto):
+            return method(*args)
+        filled, extra = pad_dataproto_to_divisor(args[0], self.world_size)
+        parts = deal(_lengths(filled), self.world_size, self._balance, mini_batch_size)
+        order = torch.tensor([row for part in parts for row in part])
+        answer = method(filled.select_idxs(order), *args[1:])
+        if not isinstance(answer, DataProto) or not len(answer):
+            return answer
+        return unpad_dataproto(answer.select_idxs(torch.argsort(order)), extra)
+
+
+def _lengths(batch: DataProto) -> list[int]:
+    lengths: list[int] = tensors_of(batch)["attention_mask"].sum(-1).tolist()
+    return lengths

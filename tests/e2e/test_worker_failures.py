@@ -1,0 +1,94 @@
+"""A worker that is killed in a real run: one screen, no orphan, and a restart that goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from tests.conftest import Lab
+
+STEPS = 6
+ARGUMENTS = (
+    "trainer.n_gpus_per_node=2", "trainer.save_freq=2", f"trainer.total_training_steps={STEPS}",
+    "actor_rollout_ref.nccl_timeout=60",
+)  # fmt: skip
+
+
+def processes_of(session: int) -> dict[int, int]:
+    """Process id -> parent, of every living process of a session."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, _, own_session = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:  # it ended in between
+            continue
+        if int(own_session) == session and state != "Z":
+            found[int(stat.parent.name)] = int(parent)
+    return found
+
+
+def ranks_of(run: int) -> list[int]:
+    """The workers are the grandchildren of the run: its fork server has started them."""
+    parents = processes_of(run)
+    children = {pid for pid, parent in parents.items() if parent == run}
+    return sorted(pid for pid, parent in parents.items() if parent in children)
+
+
+def run_and_kill_a_rank(lab: Lab, folder: Path, *more: str) -> tuple[int, str]:
+    """(exit status, what was said) of a run that loses a worker after its first checkpoint."""
+    process = lab.start(
+        lab.overrides(folder, *ARGUMENTS, *more), start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    marker = folder / "latest_checkpointed_iteration.txt"
+    for _ in range(1200):
+        if marker.exists() or process.poll() is not None:
+            break
+        time.sleep(0.05)
+    assert process.poll() is None, process.communicate()[1]
+    ranks = ranks_of(process.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[-1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=120)
+    left = processes_of(process.pid)
+    for _ in range(100):
+        if not left:
+            break
+        time.sleep(0.05)
+        left = processes_of(process.pid)
+    assert left == {}, "orphans"
+    return process.returncode, errors
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    path = folder / f"global_step_{STEPS}/actor/model_world_size_1_rank_0.pt"
+    state: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+    return state
+
+
+def test_a_killed_worker_ends_the_run_with_one_screen(lab: Lab, tmp_path: Path) -> None:
+    status, errors = run_and_kill_a_rank(lab, tmp_path)
+    assert status == 2
+    assert "SIGKILL" in errors
+    assert "rank 1" in errors or "rank 0" in errors
+    assert str(tmp_path / "logs") in errors
+    assert "Traceback (most recent call last)" not in errors.partition("caldera: error")[0]
+
+
+@pytest.mark.slow
+def test_a_restarted_run_ends_in_the_same_bits(lab: Lab, tmp_path: Path) -> None:
+    status, errors = run_and_kill_a_rank(lab, tmp_path / "killed", "trainer.max_restarts=1")
+    assert status == 0, errors
+    rows = lab.metrics(tmp_path / "killed")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    lab.train(tmp_path / "whole", *ARGUMENTS)
+    ours, reference = weights(tmp_path / "killed"), weights(tmp_path / "whole")
+    assert all(torch.equal(ours[name], reference[name]) for name in reference)

@@ -1,0 +1,106 @@
+"""Rows are dealt to ranks evenly, within mini-batches, and come back in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from caldera.protocol import DataProto, tensors_of
+from caldera.single_controller import Dispatch, Worker, WorkerGroup, register
+from caldera.trainer.ppo.dealing import DealtGroup, deal
+
+
+def test_without_balancing_rows_are_dealt_in_order() -> None:
+    assert deal([1] * 4, 2, balance=False) == [[0, 1], [2, 3]]
+    assert deal([1] * 8, 2, balance=False, mini_batch_size=4) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_ranks_get_the_same_work() -> None:
+    lengths = [100, 1, 1, 100, 50, 51, 50, 49]
+    parts = deal(lengths, 2, balance=True)
+    assert sorted(parts[0] + parts[1]) == list(range(8))
+    first, second = (sum(lengths[row] for row in part) for part in parts)
+    assert abs(first - second) <= 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("balance", [False, True])
+def test_a_mini_batch_has_the_same_members_for_any_number_of_ranks(
+    ranks: int, balance: bool
+) -> None:
+    lengths = [(7 * i) % 13 + 1 for i in range(24)]
+    parts = deal(lengths, ranks, balance, mini_batch_size=8)
+    share = 8 // ranks
+    for number in range(3):
+        members = [row for part in parts for row in part[number * share : (number + 1) * share]]
+        assert sorted(members) == list(range(number * 8, (number + 1) * 8))
+
+
+class Doubler(Worker):
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def double(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict({"doubled": 2 * tensors_of(data)["value"]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update(self, data: DataProto) -> DataProto:
+        return DataProto(meta_info={"metrics": {"rows": tensors_of(data)["value"].tolist()}})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def say(self, text: str) -> str:
+        return f"{text} {self.rank}"
+
+
+class Ranks(WorkerGroup):
+    """Several ranks in this process."""
+
+    def __init__(self, count: int) -> None:
+        self.workers = [Doubler() for _ in range(count)]
+        for rank, worker in enumerate(self.workers):
+            worker.place(rank, count)
+        super().__init__(Doubler, count)
+
+    def _submit(
+        self, rank: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        return getattr(self.workers[rank], method_name)(*args, **kwargs)
+
+    def _resolve(self, pending: list[Any]) -> list[Any]:
+        return pending
+
+    def shutdown(self) -> None:
+        self.workers.clear()
+
+
+def batch_of(lengths: list[int]) -> DataProto:
+    mask = torch.tensor([[1] * n + [0] * (16 - n) for n in lengths])
+    return DataProto.from_dict({"value": torch.arange(len(lengths)), "attention_mask": mask})
+
+
+@pytest.mark.parametrize("rows", [3, 4, 7, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_answers_come_back_in_the_batchs_order(rows: int, ranks: int) -> None:
+    batch = batch_of([(5 * i) % 11 + 1 for i in range(rows)])
+    group = DealtGroup(Ranks(ranks), True, {})
+    answer = tensors_of(group.double(batch))["doubled"]
+    assert answer.tolist() == [2 * i for i in range(rows)]
+    assert tensors_of(batch)["value"].tolist() == list(range(rows))
+
+
+def test_an_update_is_dealt_by_mini_batches() -> None:
+    group = DealtGroup(Ranks(2), False, {"update": 4})
+    metrics = group.update(batch_of([1] * 8)).meta_info["metrics"]
+    assert metrics["rows"] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_calls_without_a_batch_go_through() -> None:
+    assert DealtGroup(Ranks(2), True, {}).say("rank") == ["rank 0", "rank 1"]
+
+
+def test_the_balance_is_measured_where_there_is_one() -> None:
+    batch = batch_of([10, 10, 1, 1])
+    assert DealtGroup(Ranks(1), True, {}).metrics(batch) == {}
+    metrics = DealtGroup(Ranks(2), True, {}).metrics(batch)
+    assert (metrics["global_seqlen/minmax_diff"], metrics["global_seqlen/balanced_max"]) == (18, 11)
