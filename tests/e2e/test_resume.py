@@ -167,7 +167,8 @@ def test_killed_while_a_checkpoint_is_written(
     arguments = run.arguments("trainer.save_freq=3")
     run.kill_at_mark(arguments)
     partial = run.directory / ".partial_global_step_6"
-    assert [path.name for path in (partial / "actor").iterdir()] == ["model_world_size_1_rank_0.pt"]
+    written = {path.name for path in (partial / "actor").glob("*.pt")}
+    assert written == {"model_world_size_1_rank_0.pt"}  # not yet the optimiser
     assert not (run.directory / "global_step_6").exists()
     assert run.tracked_step() == 3
     run.finish(arguments)
