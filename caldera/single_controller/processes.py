@@ -241,7 +241,10 @@ class ProcessWorkerGroup(WorkerGroup):
                 message = rank.connection.recv_bytes()
             except (EOFError, OSError):
                 return self._death_of(rank)
-            is_value, value = self._loaded(message)
+            loaded = self._loaded(rank, message)
+            if isinstance(loaded, RankFailure):
+                return loaded
+            is_value, value = loaded
             if not is_value:
                 assert isinstance(value, RankFailure)
                 return value
@@ -249,10 +252,15 @@ class ProcessWorkerGroup(WorkerGroup):
             answer.value, answer.is_done = value, True
         return None if rank.process.is_alive() else self._death_of(rank)
 
-    def _loaded(self, message: bytes) -> tuple[bool, Any]:
+    def _loaded(self, rank: _Rank, message: bytes) -> tuple[bool, Any] | RankFailure:
         try:
             is_value, value = loads(message)
-        except BaseException:  # one answer more than was asked for could not be told from the next
+        except BaseException as error:
+            if isinstance(error, EOFError | OSError | RuntimeError):
+                rank.process.join(GRACE_S)
+                if not rank.process.is_alive():  # it died, and the tensors of its answer with it
+                    return self._death_of(rank)
+            # One answer more than was asked for could not be told from the next.
             self._ended = "was ended, since an answer could not be read"
             _end(self._ranks, self._folders)
             raise

@@ -288,6 +288,19 @@ def test_a_rank_that_is_killed_between_calls(broken: Callable[..., Any]) -> None
     wait_until_gone(*pids)
 
 
+def test_a_rank_that_is_killed_before_its_answer_is_read(broken: Callable[..., Any]) -> None:
+    """The tensors of an answer are handed over by the process that made them."""
+    group = broken()
+    pids = [fact["pid"] for fact in group.facts()]
+    answers = group.execute_all_async("keep")
+    time.sleep(1)  # both have answered by now
+    process_workers.kill(pids[1])
+    wait_until_gone(pids[1])
+    screen = failure_of(lambda: [answer.result() for answer in answers])
+    assert screen[0].startswith("worker group broken: rank 1 of 2 failed ")
+    assert "killed by SIGKILL" in screen[1]
+
+
 def test_a_rank_that_exits(broken: Callable[..., Any]) -> None:
     screen = failure_of(lambda: broken().exit_in(0, 7))
     assert screen[0] == "worker group broken: rank 0 of 2 failed in exit_in"
