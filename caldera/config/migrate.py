@@ -23,10 +23,10 @@ from caldera.config.reasons import (
     NO_MEGATRON,
     NO_OTHER_SAMPLER,
     NO_PROFILER,
-    NO_REWARD_MODEL,
     NO_TRACE,
     NO_TRANSFER,
 )
+from caldera.config.reward import NO_REWARD_SERVER
 from caldera.errors import ConfigError, UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ LATER_REASONS = {
     "data.function_tool_path": NO_AGENTS,
     "data": NO_IMAGES,
     "distillation": "distillation from a teacher is not part of this release",
-    "reward.reward_model": NO_REWARD_MODEL,
+    "reward.reward_model": NO_REWARD_SERVER,
     "ray_kwargs": NO_TRANSFER,
     "skip": "answers are sampled anew",
     "trainer.use_v1": "there is one trainer; leave the key out",

@@ -107,6 +107,11 @@ class WorkerGroup(ABC):
             raise AttributeError(f"{self.worker_class.__name__} registers no method {name!r}")
         return partial(self._call, name, self._methods[name])
 
+    def needed_by(self, method_name: str, data: DataProto) -> DataProto:
+        """What the method reads of a batch, if it is to travel: who copies rows copies these."""
+        needs = self._methods[method_name].needs
+        return data if needs is None or not self.crosses_processes else _needed(data, needs)
+
     def _call(self, method_name: str, registered: Registration, *args: Any, **kwargs: Any) -> Any:
         if registered.materialize_futures and not self.passes_futures:
             args, kwargs = materialize(args, kwargs)

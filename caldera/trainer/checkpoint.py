@@ -30,6 +30,8 @@ class CheckpointFolder:
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
         self.root = Path(config.default_local_dir).expanduser()
+        self.has_saved = False
+        """Whether this process has written one, so that `auto` would find its own."""
 
     def create(self) -> None:
         """Make the run's folder; a run that starts anew forgets what it could go on from."""
@@ -56,6 +58,7 @@ class CheckpointFolder:
             final.rename(replaced)
         partial.rename(final)
         write_text_atomic(self.root / TRACKER, [str(step)])
+        self.has_saved = True
         shutil.rmtree(self.root / f".replaced_global_step_{step}", ignore_errors=True)
         self._prune(step)
 

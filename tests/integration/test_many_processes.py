@@ -73,3 +73,17 @@ def test_ppo_with_all_roles_on_two_processes(lab: Lab, tmp_path: Path, reward_mo
         "reward_model.nnodes=1",
     )  # fmt: skip
     assert_same(apart, alone)
+
+
+def test_the_reward_model_judges_the_greedy_answers_of_remax_too(
+    lab: Lab, tmp_path: Path, reward_model: Path
+) -> None:
+    """With sampling switched off the answers are the greedy ones: each is its own baseline."""
+    rows = lab.train(
+        tmp_path, *PPO[3:], f"reward_model.model.path={reward_model}",
+        "algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.do_sample=False",
+        "trainer.total_training_steps=1",
+    )  # fmt: skip
+    assert rows[0]["critic/score/max"] != rows[0]["critic/score/min"]
+    assert rows[0]["critic/advantages/max"] == pytest.approx(0, abs=1e-5)
+    assert rows[0]["critic/advantages/min"] == pytest.approx(0, abs=1e-5)

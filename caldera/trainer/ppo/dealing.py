@@ -54,7 +54,7 @@ class DealtGroup:
         method = getattr(self._group, name)
         if self.world_size == 1:
             return cast(Callable[..., Any], method)
-        return partial(self._call, method, self._mini_batch_sizes.get(name))
+        return partial(self._call, name, method)
 
     def metrics(self, batch: DataProto) -> dict[str, float]:
         """How unequal the ranks' work would be as the rows come, and is as they are dealt."""
@@ -63,11 +63,13 @@ class DealtGroup:
         lengths = _lengths(batch)
         return log_seqlen_unbalance(lengths, deal(lengths, self.world_size, self._balance))
 
-    def _call(self, method: Callable[..., Any], mini_batch_size: int | None, *args: Any) -> Any:
+    def _call(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
         if not args or not isinstance(args[0], DataProto):
             return method(*args)
         filled, extra = pad_dataproto_to_divisor(args[0], self.world_size)
-        parts = deal(_lengths(filled), self.world_size, self._balance, mini_batch_size)
+        size = self._mini_batch_sizes.get(name)
+        parts = deal(_lengths(filled), self.world_size, self._balance, size)
+        filled = self._group.needed_by(name, filled)
         order = torch.tensor([row for part in parts for row in part])
         answer = method(filled.select_idxs(order), *args[1:])
         if not isinstance(answer, DataProto) or not len(answer):

@@ -227,9 +227,7 @@ class RayPPOTrainer:
     def _score(self, batch: DataProto, timing: dict[str, float]) -> None:
         """Adds token_level_scores, and what else the scorer said of each sample."""
         with marked_timer("reward", timing):
-            if self.rm_wg is not None:
-                batch.union(self.rm_wg.compute_rm_score(batch))
-            scores, extras = compute_reward(batch, self.reward_fn)
+            scores, extras = self._rewards(batch)
         tensors_of(batch)["token_level_scores"] = scores  # (B, R)
         for key, values in extras.items():
             batch.non_tensor_batch[key] = object_array(values)
@@ -290,8 +288,14 @@ class RayPPOTrainer:
         firsts = prompts[::n]
         firsts.meta_info = prompts.meta_info | {"do_sample": False}
         answers = batch[::n].union(self.actor_rollout_wg.generate_sequences(firsts))
-        rewards, _ = compute_reward(answers, self.reward_fn)
+        rewards, _ = self._rewards(answers)
         return rewards.sum(-1).repeat_interleave(n)
+
+    def _rewards(self, batch: DataProto) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+        """What the reward model, if there is one, and the reward manager say of each answer."""
+        if self.rm_wg is not None:
+            batch.union(self.rm_wg.compute_rm_score(batch))
+        return compute_reward(batch, self.reward_fn)
 
     def _mean_entropy(self, outputs: DataProto, batch: DataProto) -> Metrics:
         """Take the entropies out of the outputs: their mean is all that is kept."""

@@ -52,12 +52,7 @@ def run(config: PPOTrainerConfig) -> None:
             "actor_rollout_ref.actor.strategy=%s: this release does not shard; every rank holds "
             "the whole model and its optimiser", strategy,
         )  # fmt: skip
-    build_and_fit(config, make_groups_for(config))
-
-
-def build_and_fit(config: PPOTrainerConfig, make_groups: MakeGroups) -> None:
-    """Train in worker groups that are made so."""
-    TaskRunner(make_groups).run(config)
+    TaskRunner(make_groups_for(config)).run(config)
 
 
 class TaskRunner:
@@ -77,7 +72,6 @@ class TaskRunner:
                     raise
                 logger.error("%s", error)
                 logger.warning("restarting from the last checkpoint; %d left", restarts_left - 1)
-                config.trainer.resume_mode = "auto"
 
     def _run_once(self, config: PPOTrainerConfig) -> None:
         trainer = self.build(config)
@@ -85,6 +79,8 @@ class TaskRunner:
             trainer.init_workers()
             trainer.fit()
         finally:
+            if trainer.checkpoints.has_saved:  # else a restart begins where this run began
+                config.trainer.resume_mode = "auto"
             trainer.shutdown()
 
     def build(self, config: PPOTrainerConfig) -> RayPPOTrainer:

@@ -102,7 +102,7 @@ LINES = {
     "tools and DAPO": Line(
         START + TOOLS,
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4 is not supported: the FSDP "
-        "engine is not part of this release; one process holds the whole model",
+        "engine is not part of this release; every rank holds the whole model",
     ),
     "search agent": Line(
         START + SEARCH,

@@ -48,6 +48,11 @@ class Doubler(Worker):
     def update(self, data: DataProto) -> DataProto:
         return DataProto(meta_info={"metrics": {"rows": tensors_of(data)["value"].tolist()}})
 
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=("value", "attention_mask"))
+    def keys_of(self, data: DataProto) -> DataProto:
+        count = len(list(tensors_of(data).keys()))
+        return DataProto.from_dict({"keys": torch.full((len(data),), count)})
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def say(self, text: str) -> str:
         return f"{text} {self.rank}"
@@ -87,6 +92,14 @@ def test_answers_come_back_in_the_batchs_order(rows: int, ranks: int) -> None:
     answer = tensors_of(group.double(batch))["doubled"]
     assert answer.tolist() == [2 * i for i in range(rows)]
     assert tensors_of(batch)["value"].tolist() == list(range(rows))
+
+
+def test_only_what_a_method_needs_is_copied_and_sent() -> None:
+    group = DealtGroup(Ranks(2), True, {})
+    batch = batch_of([1, 2, 3, 4])
+    tensors_of(batch)["other"] = torch.zeros(4)
+    seen = tensors_of(group.keys_of(batch))["keys"]
+    assert seen.tolist() == [2, 2, 2, 2]  # value and attention_mask, not other
 
 
 def test_an_update_is_dealt_by_mini_batches() -> None:
