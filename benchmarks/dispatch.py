@@ -1,6 +1,7 @@
 """The controller's own overhead: a batch goes to the ranks of a group, and an answer comes back.
 
-    python benchmarks/dispatch.py    # 1,024 rows x 4,096 tokens, 2 ranks
+    python benchmarks/dispatch.py                      # 1,024 rows x 4,096 tokens, 2 local ranks
+    python benchmarks/dispatch.py --ray                # on Ray as well
 
 The peer, in the same run, is what one would write by hand: a pipe to each process, tensors pickled.
 """
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--ray", action="store_true", help="measure Ray as well")
     arguments = parser.parse_args()
     batch = usual_batch(arguments.rows, arguments.tokens)
     back = mebibytes(answer_of(batch))
@@ -141,6 +143,19 @@ def main() -> None:
     local = LocalWorkerGroup(pool, ClassWithInitArgs(Echo), "echo")
     measure("local", local, batch, back, arguments.repetitions, peer_s)
     local.shutdown()
+    if arguments.ray:
+        from caldera.single_controller.ray_group import (
+            RayClassWithInitArgs,
+            RayResourcePool,
+            RayWorkerGroup,
+        )
+
+        on_ray = RayWorkerGroup(
+            RayResourcePool([arguments.ranks], use_gpu=False, max_colocate_count=1),
+            RayClassWithInitArgs(Echo),
+        )
+        measure("Ray", on_ray, batch, back, arguments.repetitions, peer_s)
+        on_ray.shutdown()
 
 
 if __name__ == "__main__":

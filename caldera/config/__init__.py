@@ -14,7 +14,7 @@ from caldera.config.loader import (
     known_keys,
     load_config,
 )
-from caldera.config.machine import resolve_for_machine
+from caldera.config.machine import resolve_for_machine, uses_ray
 from caldera.config.model import CriticModelConfig, ModelConfig
 from caldera.config.needs import needs_critic, needs_reference
 from caldera.config.optim import CheckpointConfig, FSDPConfig, OptimizerConfig
@@ -54,4 +54,5 @@ __all__ = [
     "needs_critic",
     "needs_reference",
     "resolve_for_machine",
+    "uses_ray",
 ]

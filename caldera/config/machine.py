@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from caldera.config.batches import check_devices
 from caldera.config.optim import FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig
@@ -9,14 +11,21 @@ from caldera.errors import ConfigError
 
 
 def resolve_for_machine(config: PPOTrainerConfig, gpus: int) -> list[str]:
-    """Fill in what depends on the machine; returns what was chosen, for a person to read."""
+    """Fill in what depends on the machine; returns what was chosen, for a person to read.
+
+    `gpus` are those of this machine, or of a node of the cluster.
+    """
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     chosen = []
+    if trainer.worker_group is None:
+        trainer.worker_group = "ray" if uses_ray(config) else "local"
+        chosen.append(f"trainer.worker_group={trainer.worker_group}")
     if trainer.device is None:
         trainer.device = "cuda" if gpus else "cpu"
         chosen.append(f"trainer.device={trainer.device}")
     elif trainer.device == "cuda" and not gpus:
-        raise ConfigError("trainer.device='cuda': this machine has no usable GPU; takes cpu")
+        where = "this machine" if trainer.worker_group == "local" else "the Ray cluster"
+        raise ConfigError(f"trainer.device='cuda': {where} has no usable GPU; takes cpu")
     if trainer.n_gpus_per_node is None:
         trainer.n_gpus_per_node = gpus if trainer.device == "cuda" and gpus else 1
         chosen.append(f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}")
@@ -35,6 +44,14 @@ def resolve_for_machine(config: PPOTrainerConfig, gpus: int) -> list[str]:
     return chosen
 
 
+def uses_ray(config: PPOTrainerConfig) -> bool:
+    """Whether workers are Ray's: for several nodes, where a cluster is named, or as asked for."""
+    trainer = config.trainer
+    if trainer.worker_group is not None:
+        return trainer.worker_group == "ray"
+    return trainer.nnodes > 1 or bool(os.environ.get("RAY_ADDRESS"))
+
+
 def memories(config: PPOTrainerConfig) -> dict[str, FSDPConfig]:
     """Precision and memory of each role, by key."""
     return {
@@ -45,11 +62,12 @@ def memories(config: PPOTrainerConfig) -> dict[str, FSDPConfig]:
 
 
 def _check_gpus(config: PPOTrainerConfig, gpus: int) -> None:
+    """Local GPUs are counted here; Ray counts those of its cluster."""
     trainer = config.trainer
     wanted = trainer.n_gpus_per_node or 1
     if config.reward_model.enable and config.reward_model.enable_resource_pool:
         wanted += config.reward_model.n_gpus_per_node
-    if trainer.device == "cuda" and wanted > gpus:
+    if trainer.worker_group == "local" and trainer.device == "cuda" and wanted > gpus:
         raise ConfigError(
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: the run asks for {wanted} GPUs, "
             f"this machine has {gpus}"

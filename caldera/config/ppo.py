@@ -12,7 +12,7 @@ from caldera.config.data import DataConfig
 from caldera.config.fields import mapping, nested, option, refused
 from caldera.config.model import ModelConfig
 from caldera.config.profiling import GlobalProfilerConfig
-from caldera.config.reasons import NO_RAY, NO_SEARCH, NO_TRANSFER
+from caldera.config.reasons import NO_SEARCH, NO_TRANSFER
 from caldera.config.reward import (
     CustomRewardFunctionConfig,
     RewardManagerConfig,
@@ -47,8 +47,9 @@ class TransferQueueConfig:
 @dataclass
 class RayConfig:
     ray_init: dict[str, Any] = mapping(num_cpus=None)
-    """Arguments of ray.init; workers are processes of this machine, and take none."""
-    timeline_json_file: str | None = refused(None, NO_RAY)
+    """Arguments of ray.init."""
+    timeline_json_file: str | None = None
+    """File for Ray's timeline of the run; null: none."""
 
 
 @dataclass

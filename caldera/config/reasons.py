@@ -5,7 +5,6 @@ from __future__ import annotations
 ALWAYS_PACKED = "sequences are always packed without padding; leave the key out"
 COMPUTED_HEAD = "log-probs and entropy always come from the chunked head; leave the key out"
 DECIDED_BY_ROLE = "the role decides; leave the key out"
-NO_RAY = "Ray is not part of this release; workers are processes of this machine"
 ONE_TIMEOUT = "actor_rollout_ref.nccl_timeout holds for all roles"
 NO_TRANSFER = "weights and batches go from process to process without a service between"
 NEEDS_SHARDING = "the FSDP engine is not part of this release; every rank holds the whole model"

@@ -28,9 +28,13 @@ class TrainerConfig:
     """Folder for every training answer, one JSON-lines file a step; null: not kept."""
     validation_data_dir: str | None = None
     """Folder for every validation answer; null: not kept."""
-    nnodes: int = refused(1, "several nodes are not part of this release")
+    nnodes: int = option(1, minimum=1, unit="nodes")
+    """Machines of the run; more than one needs Ray."""
     n_gpus_per_node: int | None = option(None, minimum=1, unit="devices")
     """Devices (GPUs, or processes on a CPU) a node; null: all GPUs, or one process on a CPU."""
+    worker_group: str | None = option(None, choices=("local", "ray"))
+    """Where workers live: processes of this machine, or Ray's. null: Ray for several nodes, or
+    where RAY_ADDRESS names a cluster; else local."""
     max_restarts: int = option(0, minimum=0, unit="restarts")
     """How often a run whose workers died goes on from its last checkpoint by itself."""
     device: str | None = option(None, choices=("cuda", "cpu"))
@@ -58,5 +62,6 @@ class TrainerConfig:
     max_critic_ckpt_to_keep: int | None = option(None, minimum=1, unit="checkpoints")
     """Newest checkpoints whose critic is kept; null: all."""
     esi_redundant_time: int = refused(0, "checkpoints are written by save_freq alone")
-    ray_wait_register_center_timeout: int = refused(300, "workers are known once they are made")
+    ray_wait_register_center_timeout: int = option(300, minimum=1, unit="seconds")
+    """How long to wait for places that other runs hold on a Ray cluster, and for ranks to start."""
     use_legacy_worker_impl: str = refused("auto", "there is one implementation of the workers")

@@ -80,6 +80,11 @@ def _check_world(config: PPOTrainerConfig) -> None:
             raise UnsupportedError(
                 f"{key}='megatron' is not part of this release; takes local, fsdp, fsdp2"
             )
+    trainer = config.trainer
+    if trainer.nnodes > 1 and trainer.worker_group == "local":
+        raise ConfigError(
+            f"trainer.worker_group='local': trainer.nnodes={trainer.nnodes} nodes need 'ray'"
+        )
     reward_model = config.reward_model
     if reward_model.enable and reward_model.enable_resource_pool and reward_model.nnodes < 1:
         raise ConfigError(
@@ -92,12 +97,10 @@ def _check_world(config: PPOTrainerConfig) -> None:
             f"actor_rollout_ref.rollout.name={sampler!r} is not part of this release; "
             "takes native, hf"
         )
-    for key, extra in {
-        "actor_rollout_ref.rollout.engine_kwargs": config.actor_rollout_ref.rollout.engine_kwargs,
-        "ray_kwargs.ray_init": config.ray_kwargs.ray_init,
-    }.items():
-        if given := _without_nulls(extra):
-            raise UnsupportedError(f"{key}={given!r}: nothing in this release takes it")
+    if given := _without_nulls(config.actor_rollout_ref.rollout.engine_kwargs):
+        raise UnsupportedError(
+            f"actor_rollout_ref.rollout.engine_kwargs={given!r}: nothing in this release takes it"
+        )
 
 
 def _without_nulls(extra: dict[str, Any]) -> dict[str, Any]:

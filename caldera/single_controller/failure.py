@@ -87,7 +87,7 @@ def exit_failure(rank: int, method: str, exit_code: int | None, log: str) -> Ran
     else:
         what = f"its process was killed by {_signal_name(-exit_code)}"
         what += _LIKELY_CAUSES.get(-exit_code, "")
-    return RankFailure(rank, method, what, _last_lines(log), log)
+    return RankFailure(rank, method, what, last_lines(log), log)
 
 
 def silence_failure(waiting: Sequence[WaitingRank], timeout_s: float) -> RankFailure:
@@ -164,7 +164,7 @@ def _signal_name(number: int) -> str:
     return known.get(number, f"signal {number}")
 
 
-def _last_lines(log: str) -> tuple[str, ...]:
+def last_lines(log: str) -> tuple[str, ...]:
     """The end of a log; that of a crash begins with the frames that `faulthandler` wrote."""
     text = Path(log).read_text(errors="replace") if Path(log).is_file() else ""
     crash = text.rpartition("Fatal Python error: ")[1:]

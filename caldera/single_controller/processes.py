@@ -108,7 +108,7 @@ class ProcessWorkerGroup(WorkerGroup):
         if len(resource_pool.store) != 1:
             raise UnsupportedError(
                 f"a local group on {len(resource_pool.store)} nodes {resource_pool.store}: "
-                "it takes one (trainer.nnodes)"
+                "it takes one (trainer.nnodes); more need Ray"
             )
         visible = _visible_devices(resource_pool, device)
         recipe = dumps(make_worker)

@@ -35,7 +35,7 @@ TEXTS = [
     *(REPOSITORY / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "THIRD_PARTY.md")),
 ]
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*/*.yaml"))
-REASONS = {"installs packages", "takes minutes"}
+REASONS = {"installs packages", "needs a cluster", "takes minutes"}
 BLOCK = re.compile(
     r"^(?:<!-- not executed: (?P<reason>.+?) -->\n)?```bash\n(?P<script>.*?)^```$",
     re.MULTILINE | re.DOTALL,

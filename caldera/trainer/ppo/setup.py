@@ -14,6 +14,7 @@ from caldera.config import (
     needs_critic,
     needs_reference,
     resolve_for_machine,
+    uses_ray,
 )
 from caldera.data import (
     create_rl_dataset,
@@ -42,8 +43,19 @@ def seed_everything(seed: int) -> None:
 
 
 def run(config: PPOTrainerConfig) -> None:
-    """Train as the config says."""
-    chosen = resolve_for_machine(config, torch.cuda.device_count())
+    """Train as the config says: on this machine, or on a Ray cluster."""
+    if uses_ray(config):
+        from caldera.trainer.ray_runner import run_on_ray
+
+        run_on_ray(config, settle, build_and_fit)
+    else:
+        settle(config, torch.cuda.device_count())
+        build_and_fit(config, make_groups_for(config))
+
+
+def settle(config: PPOTrainerConfig, gpus: int) -> None:
+    """Fill in what depends on the machine, or on the nodes of a cluster, and tell of it."""
+    chosen = resolve_for_machine(config, gpus)
     if chosen:
         logger.info("chosen for this machine: %s", ", ".join(chosen))
     strategy = config.actor_rollout_ref.actor.strategy
@@ -52,7 +64,11 @@ def run(config: PPOTrainerConfig) -> None:
             "actor_rollout_ref.actor.strategy=%s: this release does not shard; every rank holds "
             "the whole model and its optimiser", strategy,
         )  # fmt: skip
-    TaskRunner(make_groups_for(config)).run(config)
+
+
+def build_and_fit(config: PPOTrainerConfig, make_groups: MakeGroups) -> None:
+    """Train in worker groups that are made so."""
+    TaskRunner(make_groups).run(config)
 
 
 class TaskRunner:

@@ -33,6 +33,7 @@ def test_everything_that_is_chosen_is_told(
 ) -> None:
     config = load()
     assert resolve_for_machine(config, gpus) == [
+        "trainer.worker_group=local",
         f"trainer.device={device}",
         f"trainer.n_gpus_per_node={devices}",
         f"{ROLLOUT}.name=native",
@@ -50,7 +51,7 @@ def test_everything_that_is_chosen_is_told(
 @pytest.mark.parametrize("gpus", [0, 1, 8])
 def test_explicit_values_are_obeyed(load: Load, gpus: int) -> None:
     given = ["trainer.device=cpu", "trainer.n_gpus_per_node=2", f"{ROLLOUT}.name=hf"]
-    config = load(*given, *(f"{key}=bfloat16" for key in DTYPES))
+    config = load("trainer.worker_group=local", *given, *(f"{key}=bfloat16" for key in DTYPES))
     assert resolve_for_machine(config, gpus) == []
     assert (config.trainer.device, config.trainer.n_gpus_per_node) == ("cpu", 2)
     assert config.actor_rollout_ref.rollout.name == "hf"
@@ -61,7 +62,7 @@ def test_explicit_values_are_obeyed(load: Load, gpus: int) -> None:
 def test_a_cpu_that_is_asked_for_computes_in_float32(load: Load, gpus: int) -> None:
     config = load("trainer.device=cpu")
     chosen = resolve_for_machine(config, gpus)
-    assert chosen[0] == "trainer.n_gpus_per_node=1"
+    assert chosen[1] == "trainer.n_gpus_per_node=1"
     assert f"{ROLLOUT}.dtype=float32" in chosen
 
 
@@ -76,6 +77,17 @@ def test_a_batch_that_the_machines_gpus_cannot_share(load: Load) -> None:
     message = r"^data\.train_batch_size=6 prompts x .*n=1 = 6 samples cannot be shared by 4 devices"
     with pytest.raises(ConfigError, match=message):
         resolve_for_machine(config, gpus=4)
+
+
+def test_ray_is_chosen_for_several_nodes_and_where_there_is_a_cluster(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several = load("trainer.nnodes=2")
+    assert "trainer.worker_group=ray" in resolve_for_machine(several, gpus=0)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert "trainer.worker_group=ray" in resolve_for_machine(load(), gpus=0)
+    own = load("trainer.worker_group=local")
+    assert resolve_for_machine(own, gpus=0)[0] == "trainer.device=cpu"
 
 
 def test_bfloat16_parameters_on_a_cpu(load: Load) -> None:

@@ -45,6 +45,11 @@ def test_who_needs_a_reference(load: Load) -> None:
     assert needs_reference(load(size, f"{ACTOR}.use_kl_loss=True"))
 
 
+def test_several_nodes_need_ray(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"^trainer\.worker_group='local': .*need 'ray'$"):
+        load("trainer.nnodes=2", "trainer.worker_group=local")
+
+
 def test_a_pool_for_the_reward_model_needs_a_node(load: Load) -> None:
     pool = ("reward_model.enable=True", "reward_model.enable_resource_pool=True")
     with pytest.raises(ConfigError, match=r"^reward_model\.nnodes=0: .*at least 1 node$"):
@@ -73,8 +78,7 @@ def test_a_sampler_of_the_users_is_left_to_the_registry(load: Load) -> None:
 def test_arguments_that_nothing_takes(load: Load) -> None:
     with pytest.raises(UnsupportedError, match="nothing in this release takes it"):
         load(f"{ROLLOUT}.engine_kwargs.vllm.seed=1")
-    with pytest.raises(UnsupportedError, match="nothing in this release takes it"):
-        load("ray_kwargs.ray_init.num_cpus=4")
+    assert load("ray_kwargs.ray_init.num_cpus=4").ray_kwargs.ray_init == {"num_cpus": 4}
 
 
 def test_arguments_at_null_are_not_given(load: Load) -> None:
