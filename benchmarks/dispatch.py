@@ -46,7 +46,10 @@ class Echo(Worker):
 
 def answer_of(data: DataProto) -> DataProto:
     log_probs = tensors_of(data)["old_log_probs"]
-    return DataProto.from_dict({"log_probs": log_probs + 1, "entropys": log_probs + 2})
+    return DataProto.from_dict(
+        {"log_probs": log_probs + 1, "entropys": log_probs + 2},
+        meta_info={"metrics": {"mebibytes": mebibytes(data)}},  # what has arrived
+    )
 
 
 def usual_batch(rows: int, tokens: int) -> DataProto:
@@ -116,13 +119,35 @@ def report(name: str, took: float, moved: float, reference: float) -> None:
 
 
 def measure(
-    name: str, group: WorkerGroup, batch: DataProto, back: float, repetitions: int, peer_s: float
+    name: str, group: WorkerGroup, batch: DataProto, repetitions: int, peer_s: float
 ) -> None:
-    needed = batch.select(list(NEEDED))
-    took = seconds(lambda: group.everything(batch), repetitions)
-    report(f"{name}, all keys", took, mebibytes(batch) + back, peer_s)
-    took = seconds(lambda: group.needed(batch), repetitions)
-    report(f"{name}, keys that are needed", took, mebibytes(needed) + back, peer_s)
+    """Time both methods, after seeing that what they declare arrives, and nothing else."""
+    declared = batch.select(list(NEEDED))
+    for what, method, sent in (
+        ("all keys", group.everything, batch),
+        ("keys that are needed", group.needed, declared),
+    ):
+        answer = method(batch)
+        arrived = sum(answer.meta_info["metrics"]["mebibytes"])
+        if arrived != mebibytes(sent):
+            raise SystemExit(f"{name}: {mebibytes(sent)} MiB were to be sent, {arrived} arrived")
+        took = seconds(lambda method=method: method(batch), repetitions)
+        report(f"{name}, {what}", took, arrived + mebibytes(answer), peer_s)
+
+
+def measure_on_ray(batch: DataProto, ranks: int, repetitions: int, peer_s: float) -> None:
+    """On a cluster of its own, which ends with the measurement."""
+    import ray
+
+    from caldera.single_controller.ray_group import RayWorkerGroup
+    from caldera.single_controller.ray_pool import RayResourcePool
+
+    ray.init("local", num_cpus=ranks, include_dashboard=False, log_to_driver=False)
+    pool = RayResourcePool([ranks], use_gpu=False)
+    group = RayWorkerGroup(pool, ClassWithInitArgs(Echo), name="echo")
+    measure("Ray", group, batch, repetitions, peer_s)
+    group.shutdown()
+    ray.shutdown()
 
 
 def main() -> None:
@@ -141,21 +166,10 @@ def main() -> None:
     peer_s = peer(batch, arguments.ranks, arguments.repetitions)
     report("pickles through pipes, all keys", peer_s, mebibytes(batch) + back, peer_s)
     local = LocalWorkerGroup(pool, ClassWithInitArgs(Echo), "echo")
-    measure("local", local, batch, back, arguments.repetitions, peer_s)
+    measure("local", local, batch, arguments.repetitions, peer_s)
     local.shutdown()
     if arguments.ray:
-        from caldera.single_controller.ray_group import (
-            RayClassWithInitArgs,
-            RayResourcePool,
-            RayWorkerGroup,
-        )
-
-        on_ray = RayWorkerGroup(
-            RayResourcePool([arguments.ranks], use_gpu=False, max_colocate_count=1),
-            RayClassWithInitArgs(Echo),
-        )
-        measure("Ray", on_ray, batch, back, arguments.repetitions, peer_s)
-        on_ray.shutdown()
+        measure_on_ray(batch, arguments.ranks, arguments.repetitions, peer_s)
 
 
 if __name__ == "__main__":

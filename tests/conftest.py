@@ -16,6 +16,11 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 LARGEST = 4  # of the numbers that are added
 START_ACCURACY = 0.35  # sampled answers of the warm-started model that are right
+EQUAL = (
+    "actor/pg_loss", "actor/entropy", "actor/kl_loss", "critic/vf_loss",
+    "critic/score/mean", "critic/score/max", "critic/rewards/mean", "response_length/mean",
+)  # fmt: skip
+"""Metrics that do not depend on where the workers of a run are, or on how many there are."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,28 @@ class Lab:
             steps.setdefault(row["step"], {"step": row["step"]}).update(row["data"])
         return list(steps.values())
 
+    @staticmethod
+    def processes_of(session: int) -> dict[int, int]:
+        """Process id -> parent, of every living process of a session."""
+        found = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, parent, _, its_session = stat.read_text().rpartition(")")[2].split()[:4]
+            except OSError:  # it ended in between
+                continue
+            if int(its_session) == session and state != "Z":
+                found[int(stat.parent.name)] = int(parent)
+        return found
+
+    @staticmethod
+    def assert_same(ours: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
+        """Two runs of the same config have the same losses and rewards at each step."""
+        assert [row["step"] for row in ours] == [row["step"] for row in reference]
+        for one, other in zip(ours, reference, strict=True):
+            expected = {key: other[key] for key in EQUAL if key in other}
+            found = {key: one[key] for key in EQUAL if key in one}
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
@@ -103,7 +130,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(folder / "model")
     _save_warm_started_model(tokenizer, problems, folder / "model")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "CALDERA_"))}
+    others = ("CALDERA_", "RAY_ADDRESS", "VERL_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(others)}
     environment |= {
         "CALDERA_CACHE": str(folder / "cache"),
         "CUDA_VISIBLE_DEVICES": "",
@@ -112,6 +140,36 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
         "PYTHONPATH": str(REPOSITORY),
     }
     return Lab(folder, environment)
+
+
+@pytest.fixture(scope="session")
+def reward_model(lab: Lab) -> tuple[str, ...]:
+    """The arguments of a reward model: a classifier on the lab's model, with a head of its own."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = lab.folder / "reward_model"
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = AutoModelForSequenceClassification.from_pretrained(lab.model, num_labels=1)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(lab.model).save_pretrained(folder)
+    return (
+        "reward_model.enable=True",
+        f"reward_model.model.path={folder}",
+        "reward_model.micro_batch_size_per_gpu=512",
+    )
+
+
+@pytest.fixture(scope="session")
+def all_roles(reward_model: tuple[str, ...]) -> tuple[str, ...]:
+    """The arguments of PPO with a critic, a reference and a reward model."""
+    return (
+        "algorithm.adv_estimator=gae",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "critic.optim.lr=1e-3",
+        *reward_model,
+    )
 
 
 def _save_warm_started_model(tokenizer: Any, problems: list[tuple[str, str]], folder: Path) -> None:

@@ -20,13 +20,7 @@ import torch
 from caldera.errors import ConfigError, WorkerError
 from caldera.single_controller._ray import ray_module
 from caldera.single_controller.decorator import Arguments
-from caldera.single_controller.failure import (
-    RankFailure,
-    WaitingRank,
-    patience,
-    silence_failure,
-    worker_error,
-)
+from caldera.single_controller.failure import RankFailure, patience, worker_error
 from caldera.single_controller.process_main import START
 from caldera.single_controller.ray_actor import (
     Location,
@@ -34,7 +28,7 @@ from caldera.single_controller.ray_actor import (
     RankSettings,
     send_batches_as_arrays,
 )
-from caldera.single_controller.ray_failure import UNSEEN, look_at_all, reason_of
+from caldera.single_controller.ray_failure import reason_of, tell
 from caldera.single_controller.ray_pool import (
     STRICT_PACK,
     Bundle,
@@ -351,19 +345,9 @@ class RayWorkerGroup(WorkerGroup):
         """End the group and raise what happened; no failure means silence."""
         if failures:
             self._look_for_more(failures)
-        calls = {answer.rank: answer for answer in self._open if answer.rank not in failures}
-        seen = look_at_all({r: at for r, at in self._locations.items() if r in {*calls, *failures}})
-        told = []
-        for rank, failure in failures.items():
-            sight = seen.get(rank, UNSEEN)
-            told.append(replace(failure, details=failure.details or sight.log_lines, log=sight.log))
-        waiting = []
-        for rank, answer in sorted(calls.items()):
-            sight = seen.get(rank, UNSEEN)
-            waiting.append(WaitingRank(rank, answer.method, sight.stack, sight.log))
-        error = worker_error(
-            self.name, self.world_size, told or [silence_failure(waiting, silent_s)], waiting
-        )
+        methods = {a.rank: a.method for a in self._open if a.rank not in failures}
+        told, waiting = tell(failures, methods, self._locations, silent_s)
+        error = worker_error(self.name, self.world_size, told, waiting)
         self._end("was ended after a failure")
         raise error
 

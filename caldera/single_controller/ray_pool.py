@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,8 @@ WAIT_S = 300.0
 """How long a pool waits for what others hold."""
 ACCELERATOR_SHARE = 0.001
 """What a bundle takes of the resource by which Ray marks a node's kind of accelerator."""
-SECONDS_BETWEEN_NOTICES = 30.0
+SECONDS_TO_LOOK = 5.0
+"""How often a pool that waits looks what the cluster has."""
 
 _held: dict[int, list[tuple[str, dict[str, float]]]] = {}
 """What the pools of this process hold: of each pool, by its id, nodes and amounts."""
@@ -109,7 +110,7 @@ class RayResourcePool(ResourcePool):
         What the cluster does not have fails at once; what others hold is waited for.
         """
         if self._groups is None:
-            self._check_capacity()
+            self.check_capacity()
             self._reserve(strategy, wait_s)
         assert self._groups is not None
         return self._groups
@@ -137,17 +138,17 @@ class RayResourcePool(ResourcePool):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(process_on_nodes={self.store}, use_gpu={self.use_gpu})"
 
-    def _check_capacity(self) -> None:
+    def check_capacity(self) -> None:
         """A node of the pool needs a node of the cluster that has as much, or more."""
         free = _left_by_this_process()
         for size in sorted(set(self.store)):
             asked = sum(1 for processes in self.store if processes >= size)
             there = sum(self._places(resources, size) for resources in free.values())
             if there < asked:
-                need = self._amounts({k: v * size for k, v in self.bundle.items()})
+                need = _amounts(self.bundle, {k: v * size for k, v in self.bundle.items()})
                 addresses = _addresses()
                 listed = "; ".join(
-                    f"{addresses[node_id]}: {self._amounts(resources)}"
+                    f"{addresses[node_id]}: {_amounts(self.bundle, resources)}"
                     for node_id, resources in free.items()
                 )
                 raise ConfigError(
@@ -162,11 +163,6 @@ class RayResourcePool(ResourcePool):
             for name, amount in self.bundle.items()
         )
 
-    def _amounts(self, resources: dict[str, float]) -> str:
-        """Such as "8 GPU, 24 CPU"."""
-        names = sorted(self.bundle, reverse=True)
-        return ", ".join(f"{resources.get(name, 0):g} {name}" for name in names)
-
     def _reserve(self, strategy: str, wait_s: float) -> None:
         ray = ray_module()
         self._groups = [
@@ -177,21 +173,11 @@ class RayResourcePool(ResourcePool):
             )
             for node, processes in enumerate(self.store)
         ]  # fmt: skip
-        deadline = time.monotonic() + wait_s
-        for group in self._groups:
-            while not group.wait(_seconds_to_wait(deadline)):
-                wanted = {name: amount * self.world_size for name, amount in self.bundle.items()}
-                state = (
-                    f"{self._amounts(wanted)} are asked for, "
-                    f"{self._amounts(ray.available_resources())} are free"
-                )
-                if time.monotonic() >= deadline:
-                    self.release()
-                    raise ConfigError(
-                        f"trainer.ray_wait_register_center_timeout={wait_s:g}: the Ray cluster "
-                        f"had no room for the run in that time ({state})"
-                    )
-                logger.warning("waiting for room on the Ray cluster: %s", state)
+        try:
+            self._wait_for_room(wait_s)
+        except ConfigError:
+            self.release()
+            raise
         _held[id(self)] = [
             (node, self.bundle) for g in self._groups for node in _nodes_of(g).values()
         ]
@@ -203,6 +189,25 @@ class RayResourcePool(ResourcePool):
             return address.version, address.packed, node_id
 
         self._groups.sort(key=place)
+
+    def _wait_for_room(self, wait_s: float) -> None:
+        wanted = {name: amount * self.world_size for name, amount in self.bundle.items()}
+        deadline, told = time.monotonic() + wait_s, ""
+        for group in self._groups or []:
+            while not group.wait(max(0.0, min(SECONDS_TO_LOOK, deadline - time.monotonic()))):
+                self.check_capacity()  # nodes may be gone
+                state = (
+                    f"{_amounts(self.bundle, wanted)} are asked for, "
+                    f"{_amounts(self.bundle, ray_module().available_resources())} are free"
+                )
+                if time.monotonic() >= deadline:
+                    raise ConfigError(
+                        f"trainer.ray_wait_register_center_timeout={wait_s:g}: the Ray cluster "
+                        f"had no room for the run in that time ({state})"
+                    )
+                if state != told:
+                    logger.warning("waiting for room on the Ray cluster: %s", state)
+                told = state
 
 
 class SubRayResourcePool(RayResourcePool):
@@ -274,10 +279,40 @@ def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> RayR
     return merged
 
 
+def check_room(pools: Sequence[RayResourcePool], driver: dict[str, float]) -> None:
+    """Refuse a run whose pools and driver ask for more than the cluster has.
+
+    What is enough in all may still not fit on the nodes: that shows when a pool is reserved.
+    """
+    for pool in pools:
+        pool.check_capacity()
+    asked = _sums([driver, *(pool.bundle for pool in pools for _ in range(pool.world_size))])
+    there = _sums(_left_by_this_process().values())
+    if any(there.get(name, 0) < amount for name, amount in asked.items()):
+        raise ConfigError(
+            f"the run asks for {_amounts(asked, asked)} (trainer.nnodes, trainer.n_gpus_per_node, "
+            "the pool of a reward model, a CPU for the driver); "
+            f"the Ray cluster has {_amounts(asked, there)}"
+        )
+
+
 def gpus_per_node() -> int:
     """The GPUs of that node of the cluster that has most of them."""
     alive = (node["Resources"] for node in ray_module().nodes() if node["Alive"])
     return int(max((resources.get("GPU", 0) for resources in alive), default=0))
+
+
+def _amounts(names: Iterable[str], resources: dict[str, float]) -> str:
+    """Such as "8 GPU, 24 CPU"."""
+    listed = sorted(names, reverse=True)
+    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in listed)
+
+
+def _sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for part in parts:
+        sums |= {name: sums.get(name, 0) + amount for name, amount in part.items()}
+    return sums
 
 
 def _holder(pool: RayResourcePool) -> RayResourcePool:
@@ -308,7 +343,3 @@ def _left_by_this_process() -> dict[str, dict[str, float]]:
             there = left[node_id]
             there.update({name: there.get(name, 0) - amount for name, amount in amounts.items()})
     return left
-
-
-def _seconds_to_wait(deadline: float) -> float:
-    return max(0.0, min(SECONDS_BETWEEN_NOTICES, deadline - time.monotonic()))

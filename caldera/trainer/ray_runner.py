@@ -22,8 +22,15 @@ from caldera.single_controller._ray import ray_module
 from caldera.single_controller.ray_actor import enter
 from caldera.single_controller.ray_failure import reason_of
 from caldera.single_controller.ray_group import RayWorkerGroup
-from caldera.single_controller.ray_pool import RayResourcePool, gpus_per_node
+from caldera.single_controller.ray_pool import (
+    SECONDS_TO_LOOK,
+    RayResourcePool,
+    check_room,
+    gpus_per_node,
+)
 from caldera.single_controller.resource_pool import Slot
+
+logger = logging.getLogger(__name__)
 
 ENVIRONMENT = {
     "NCCL_DEBUG": "WARN",
@@ -33,6 +40,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARN",
 }
 """Variables of every process of a run; those of the user's shell and config win."""
+DRIVER_CPUS = 1
 FORWARDING_S = 2.0
 """How long Ray may take to forward the last lines that the driver wrote."""
 REACH_S = 10.0
@@ -52,15 +60,14 @@ class RayGroups:
     def __call__(
         self, pool: ResourcePool, recipes: dict[str, ClassWithInitArgs]
     ) -> dict[str, WorkerGroup]:
-        places = tuple(pool.slots)
+        places, trainer = tuple(pool.slots), self.config.trainer
+        on_ray = _pool(self.config, pool.store)
         if places in self._pools:  # of groups that have failed: a node may be gone
             self._pools.pop(places).release()
-        trainer = self.config.trainer
-        self._pools[places] = RayResourcePool(
-            pool.store, use_gpu=trainer.device == "cuda", max_colocate_count=1
-        )
+            _wait_for_nodes(on_ray, trainer.ray_wait_register_center_timeout)
+        self._pools[places] = on_ray
         whole = RayWorkerGroup(
-            self._pools[places],
+            on_ray,
             create_colocated_worker_cls(recipes),
             ray_wait_register_center_timeout=trainer.ray_wait_register_center_timeout,
             timeout_s=self.config.actor_rollout_ref.nccl_timeout,
@@ -68,6 +75,11 @@ class RayGroups:
             name="_".join(recipes),
         )
         return whole.spawn(recipes)
+
+    def release(self) -> None:
+        """Give the places back: Ray itself would wait for the end of the user's process."""
+        for pool in self._pools.values():
+            pool.release()
 
 
 Settle: TypeAlias = Callable[[PPOTrainerConfig, int], None]
@@ -85,7 +97,11 @@ class TaskRunner:
         level = os.environ.get("VERL_LOGGING_LEVEL", "INFO").upper()
         logging.getLogger("caldera").setLevel(level)
         enter(folder)
-        build_and_fit(config, RayGroups(config, folder))
+        groups = RayGroups(config, folder)
+        try:
+            build_and_fit(config, groups)
+        finally:
+            groups.release()
 
     def __repr__(self) -> str:
         return "caldera"  # what Ray puts before each line
@@ -99,17 +115,48 @@ def run_on_ray(config: PPOTrainerConfig, settle: Settle, build_and_fit: BuildAnd
     is_own = connect(config)
     try:
         settle(config, gpus_per_node())
+        check_room(_pools(config), {"CPU": DRIVER_CPUS})
         _drive(config, build_and_fit, {} if is_own else {"env_vars": process_environment()})
     finally:
         if is_own:
             ray_module().shutdown()
 
 
+def _pools(config: PPOTrainerConfig) -> list[RayResourcePool]:
+    """What a run will reserve."""
+    trainer, reward_model = config.trainer, config.reward_model
+    sizes = [[trainer.n_gpus_per_node or 1] * trainer.nnodes]
+    if reward_model.enable and reward_model.enable_resource_pool:
+        sizes.append([reward_model.n_gpus_per_node] * reward_model.nnodes)
+    return [_pool(config, size) for size in sizes]
+
+
+def _pool(config: PPOTrainerConfig, processes_on_nodes: list[int]) -> RayResourcePool:
+    on_gpus = config.trainer.device == "cuda"
+    return RayResourcePool(processes_on_nodes, use_gpu=on_gpus, max_colocate_count=1)
+
+
+def _wait_for_nodes(pool: RayResourcePool, wait_s: float) -> None:
+    """Give a cluster that has lost a node the time to replace it."""
+    deadline, told = time.monotonic() + wait_s, False
+    while True:
+        try:
+            pool.check_capacity()
+            return
+        except ConfigError as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not told:
+                logger.warning("waiting for a node to come back: %s", error)
+        told = True
+        time.sleep(SECONDS_TO_LOOK)
+
+
 def _drive(
     config: PPOTrainerConfig, build_and_fit: BuildAndFit, runtime_env: dict[str, Any]
 ) -> None:
     ray, errors = ray_module(), ray_module("ray.exceptions")
-    driver = ray.remote(TaskRunner).options(num_cpus=1, runtime_env=runtime_env).remote()
+    driver = ray.remote(TaskRunner).options(num_cpus=DRIVER_CPUS, runtime_env=runtime_env).remote()
     try:
         ray.get(driver.run.remote(config, build_and_fit, os.getcwd()))
         time.sleep(FORWARDING_S)
@@ -130,9 +177,11 @@ def connect(config: PPOTrainerConfig) -> bool:
     The cluster is that of `ray_kwargs.ray_init.address` or of RAY_ADDRESS; else the one that this
     machine belongs to; else a new one of this machine alone.
     """
-    ray, trainer = ray_module(), config.trainer
+    ray = ray_module()
     if ray.is_initialized():
         return False
+    # `ray job submit` gives variables too; Ray would refuse those that are among ours.
+    os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     arguments = init_arguments(config.ray_kwargs.ray_init)
     address = arguments.get("address") or os.environ.get("RAY_ADDRESS") or None
     is_open = address is None and "num_cpus" not in arguments
@@ -140,7 +189,7 @@ def connect(config: PPOTrainerConfig) -> bool:
         _reach(address)
         if not (is_open and _connect_to_this_machines(arguments)):
             if is_open:  # Ray's CPUs are places: the driver takes one besides the ranks
-                places = 1 + (trainer.n_gpus_per_node or 1)
+                places = DRIVER_CPUS + sum(max(pool.store) for pool in _pools(config))
                 arguments |= {"address": "local", "num_cpus": max(os.cpu_count() or 1, places)}
             ray.init(**arguments)
     except (OSError, RuntimeError, TypeError, ValueError) as error:

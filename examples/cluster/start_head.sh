@@ -10,4 +10,4 @@ if [[ ${1:-} == [0-9]* ]]; then
   address=("--node-ip-address=$1")
   shift
 fi
-ray start --head "${address[@]}" --port="$port" --disable-usage-stats "$@"
+exec ray start --head "${address[@]}" --port="$port" --disable-usage-stats "$@"

@@ -10,4 +10,4 @@ fi
 head=$1
 shift
 [[ $head == *:* ]] || head=$head:${RAY_PORT:-6379}
-ray start --address="$head" --disable-usage-stats "$@"
+exec ray start --address="$head" --disable-usage-stats "$@"

@@ -23,22 +23,8 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-def processes_of(session: int) -> dict[int, int]:
-    """Process id -> parent, of every living process of a session."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent, _, own_session = stat.read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # it ended in between
-            continue
-        if int(own_session) == session and state != "Z":
-            found[int(stat.parent.name)] = int(parent)
-    return found
-
-
-def ranks_of(run: int) -> list[int]:
+def ranks_of(parents: dict[int, int], run: int) -> list[int]:
     """The workers are the grandchildren of the run: its fork server has started them."""
-    parents = processes_of(run)
     children = {pid for pid, parent in parents.items() if parent == run}
     return sorted(pid for pid, parent in parents.items() if parent in children)
 
@@ -55,16 +41,16 @@ def run_and_kill_a_rank(lab: Lab, folder: Path, *more: str) -> tuple[int, str]:
             break
         time.sleep(0.05)
     assert process.poll() is None, process.communicate()[1]
-    ranks = ranks_of(process.pid)
+    ranks = ranks_of(lab.processes_of(process.pid), process.pid)
     assert len(ranks) == 2
     os.kill(ranks[-1], signal.SIGKILL)
     _, errors = process.communicate(timeout=120)
-    left = processes_of(process.pid)
+    left = lab.processes_of(process.pid)
     for _ in range(100):
         if not left:
             break
         time.sleep(0.05)
-        left = processes_of(process.pid)
+        left = lab.processes_of(process.pid)
     assert left == {}, "orphans"
     return process.returncode, errors
 

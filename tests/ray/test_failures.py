@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from caldera.errors import WorkerError
-from caldera.single_controller import ClassWithInitArgs, Dispatch, Worker, register
+from caldera.single_controller import ClassWithInitArgs, Dispatch, Worker, ray_group, register
 from caldera.single_controller.ray_failure import look_at_all
 from caldera.single_controller.ray_group import RayWorkerGroup
 from caldera.single_controller.ray_pool import RayResourcePool
@@ -47,9 +47,10 @@ class Fragile(Worker):
         dist.all_reduce(torch.zeros(1))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def dawdle_on_one(self) -> None:
+    def miss_a_collective(self) -> None:
         if self.rank == 1:
             time.sleep(600)
+        dist.all_reduce(torch.zeros(1))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def wait_for_ever(self) -> None:
@@ -115,13 +116,17 @@ def test_a_killed_worker_is_the_first_to_blame(make_group: MakeGroup) -> None:
     assert_ended(group, processes)
 
 
-def test_a_rank_that_never_answers(make_group: MakeGroup) -> None:
+def test_a_rank_for_which_others_wait(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_group, "LONG_GRACE_S", 1.0)
     group = make_group(timeout_s=2, ray_wait_register_center_timeout=60)
     processes = [pid for pid, _ in group.process()]
-    message = message_of(group.dawdle_on_one)
-    assert "worker group fragile: rank 1 of 2 failed in dawdle_on_one" in message
-    assert "no answer for 2 s" in message
-    assert ", line " in message and "in dawdle_on_one" in message.splitlines()[2]
+    blamed, _, waiting = message_of(group.miss_a_collective).partition("rank 0 failed in")
+    assert "worker group fragile: rank 1 of 2 failed in miss_a_collective" in blamed
+    assert "no answer, while others waited for it in a collective" in blamed
+    assert "in miss_a_collective" in blamed.splitlines()[2] and "  log: /" in blamed
+    assert "Timed out waiting 2000ms" in waiting and "  log: /" in waiting
     assert_ended(group, processes)
 
 

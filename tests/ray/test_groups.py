@@ -221,6 +221,16 @@ def test_a_value_is_stored_once_for_all_ranks(
     assert len(stored) == 4  # one for the rows of each rank
 
 
+def test_tensors_are_not_pickled(group: RayWorkerGroup) -> None:
+    """They are handed on as buffers, which Ray writes once into its object store."""
+    data = rows(1000, wide=torch.zeros(1000, 50, dtype=torch.bfloat16))
+    buffers: list[Any] = []
+    pickled = ray.cloudpickle.dumps(data[::2], protocol=5, buffer_callback=buffers.append)
+    numbers = data[::2].non_tensor_batch["label"]
+    assert sum(buffer.raw().nbytes for buffer in buffers) == 500 * (4 + 100)
+    assert len(pickled) < 2000 + len(ray.cloudpickle.dumps(numbers))
+
+
 def test_a_future_goes_on_without_being_fetched(group: RayWorkerGroup) -> None:
     later = group.scale_later(rows(4))
     assert isinstance(later, DataProtoFuture)

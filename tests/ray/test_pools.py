@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from threading import Timer
 from typing import Any
 
 import pytest
 import ray
 
 from caldera.errors import ConfigError
+from caldera.single_controller import ray_pool
 from caldera.single_controller.ray_pool import (
     RayResourcePool,
+    check_room,
     gpus_per_node,
     merge_resource_pool,
     places_on_nodes,
@@ -114,6 +117,33 @@ def test_what_others_hold_is_waited_for(make_pool: MakePool) -> None:
         pool.bundles(wait_s=0.5)
     ray.util.remove_placement_group(other)
     assert len(pool.bundles(wait_s=10)) == 2
+
+
+def test_a_pool_does_not_wait_for_a_node_that_is_gone(
+    cluster: Any, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_pool, "SECONDS_TO_LOOK", 0.5)
+    second = cluster.add_node(num_cpus=2)
+    cluster.wait_for_nodes()
+    other = ray.util.placement_group([{"CPU": 4}])
+    assert other.wait(10)
+    removal = Timer(1, cluster.remove_node, [second])
+    removal.start()
+    try:
+        with pytest.raises(ConfigError, match=r"3 nodes of 2 processes .* room for 2 \("):
+            make_pool([2, 2, 2], use_gpu=False).bundles()
+    finally:
+        removal.join()
+        ray.util.remove_placement_group(other)
+
+
+def test_a_run_must_fit_in_all(make_pool: MakePool) -> None:
+    pools = [make_pool([2], use_gpu=False), make_pool([1], use_gpu=False)]
+    check_room(pools, {"CPU": 1})
+    with pytest.raises(ConfigError, match=r"asks for 5 CPU \(.*\); the Ray cluster has 4 CPU$"):
+        check_room(pools, {"CPU": 2})
+    with pytest.raises(ConfigError, match=r"asks for 1 GPU, 5 CPU \(.*\); .* has 2 GPU, 4 CPU$"):
+        check_room([*pools, make_pool([1], max_colocate_count=1)], {"CPU": 1})
 
 
 def test_gpus_of_a_node_are_counted(cluster: Any) -> None:

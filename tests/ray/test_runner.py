@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
-from caldera.config import PPOTrainerConfig
-from caldera.errors import ConfigError
+from caldera.config import PPOTrainerConfig, load_config
+from caldera.errors import ConfigError, WorkerError
 from caldera.single_controller import (
     ClassWithInitArgs,
     Dispatch,
@@ -42,6 +44,14 @@ class Role(Worker):
     def facts(self) -> list[str]:
         return [self.name, os.getcwd(), os.environ["NCCL_DEBUG"], os.environ["VERL_OWN"]]
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def process(self) -> int:
+        return os.getpid()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def dawdle(self) -> None:
+        time.sleep(600 * self.rank)
+
 
 def train_twice(config: PPOTrainerConfig, make_groups: RayGroups) -> None:
     """Stands for a run that is restarted once."""
@@ -58,19 +68,45 @@ def make_a_mistake(config: PPOTrainerConfig, make_groups: RayGroups) -> None:
     raise ConfigError(f"trainer.nnodes={config.trainer.nnodes}: a mistake")
 
 
-def do_nothing(config: PPOTrainerConfig, make_groups: RayGroups) -> None:
-    pass
-
-
 def have_a_bug(config: PPOTrainerConfig, make_groups: RayGroups) -> None:
     raise ZeroDivisionError("a bug")
 
 
-def config_of(**ray_kwargs: Any) -> PPOTrainerConfig:
-    config = PPOTrainerConfig()
-    config.trainer.device = "cpu"
-    config.ray_kwargs.timeline_json_file = ray_kwargs.get("timeline_json_file")
-    return config
+def lose_the_driver(config: PPOTrainerConfig, make_groups: RayGroups) -> None:
+    group = make_groups(ResourcePool([1]), {"actor": ClassWithInitArgs(Role, "actor")})["actor"]
+    Path("processes").write_text(json.dumps(group.process()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_a_rank(config: PPOTrainerConfig, make_groups: RayGroups) -> None:
+    group = make_groups(ResourcePool([2]), {"actor": ClassWithInitArgs(Role, "actor")})["actor"]
+    Path("processes").write_text(json.dumps(group.process()))
+    group.dawdle()
+
+
+def wait_until_gone() -> None:
+    """Until the ranks that a run has noted here have ended."""
+    deadline = time.monotonic() + 20
+    for process in json.loads(Path("processes").read_text()):
+        while Path(f"/proc/{process}").exists():
+            assert time.monotonic() < deadline, "an orphan"
+            time.sleep(0.1)
+
+
+def reservations() -> list[str]:
+    """The names of the reservations that somebody has."""
+    groups = ray.util.placement_group_table().values()
+    return [group["name"] for group in groups if group["state"] != "REMOVED"]
+
+
+def config_of(*overrides: str) -> PPOTrainerConfig:
+    return load_config(
+        [
+            "data.train_files=none.parquet", "data.val_files=none.parquet",
+            "actor_rollout_ref.model.path=none", "actor_rollout_ref.actor.use_dynamic_bsz=True",
+            "trainer.device=cpu", *overrides,
+        ]
+    )  # fmt: skip
 
 
 def test_a_run_on_the_cluster(
@@ -84,11 +120,12 @@ def test_a_run_on_the_cluster(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VERL_OWN", "mine")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    run_on_ray(config_of(timeline_json_file="timeline/run.json"), settle, train_twice)
+    run_on_ray(config_of("ray_kwargs.timeline_json_file=timeline/run.json"), settle, train_twice)
     for part in ("first", "second"):
         found = json.loads((tmp_path / f"{part}.json").read_text())
         assert found == {n: [n, str(tmp_path), "INFO", "mine"] for n in ("actor", "critic")}
     assert json.loads((tmp_path / "timeline/run.json").read_text())
+    assert reservations() == []
     seen, deadline = "", time.monotonic() + 20
     while "this line is for the user" not in seen:
         assert time.monotonic() < deadline, "Ray forwards what the driver prints"
@@ -105,18 +142,60 @@ def test_errors_of_the_driver_are_the_users(cluster: Any, by_value: Any) -> None
         run_on_ray(config_of(), settle, have_a_bug)
 
 
+def test_a_driver_that_dies_takes_its_ranks_along(
+    cluster: Any, by_value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_value(__name__)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WorkerError, match=r"^the driver has failed: its process was killed"):
+        run_on_ray(config_of(), settle, lose_the_driver)
+    wait_until_gone()
+    for name in reservations():  # Ray keeps them as long as these tests run
+        ray.util.remove_placement_group(ray.util.get_placement_group(name))
+
+
+def test_a_rank_that_never_answers(
+    cluster: Any, by_value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_value(__name__)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WorkerError) as error:
+        run_on_ray(config_of("actor_rollout_ref.nccl_timeout=2"), settle, wait_for_a_rank)
+    head, what, frame, log, *_ = str(error.value).splitlines()
+    assert head == "worker group actor: rank 1 of 2 failed in actor_dawdle"
+    assert what == "  no answer for 2 s" and frame.endswith("in dawdle")
+    assert Path(log.removeprefix("  log: ")).is_file()
+    wait_until_gone()
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("trainer.n_gpus_per_node=8", r"1 nodes of 8 processes \(8 CPU each\); .* room for 0 \("),
+        ("trainer.nnodes=4", r"the run asks for 5 CPU \(.*\); the Ray cluster has 4 CPU$"),
+    ],
+)
+def test_what_the_cluster_has_not_is_refused_before_there_is_a_driver(
+    cluster: Any, asked: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_on_ray(config_of(asked), settle, have_a_bug)
+
+
 def test_the_clusters_gpus_are_counted(cluster: Any) -> None:
+    def count(config: PPOTrainerConfig, gpus: int) -> None:
+        raise ConfigError(f"the cluster has {gpus} GPUs")
+
     assert connect(config_of()) is False
-    seen = []
-    run_on_ray(config_of(), lambda config, gpus: seen.append(gpus), do_nothing)
-    assert seen == [2]
+    with pytest.raises(ConfigError, match="the cluster has 2 GPUs"):
+        run_on_ray(config_of(), count, have_a_bug)
 
 
-def test_a_cluster_that_cannot_be_had(tmp_path: Path) -> None:
+def test_connections(cluster: Any, tmp_path: Path) -> None:
     """In a process of its own, since that of the tests is connected."""
     script = tmp_path / "connect.py"
     script.write_text(
-        "import json, os, sys\n"
+        "import json, os, ray, sys\n"
         "from caldera.config import PPOTrainerConfig\n"
         "from caldera.errors import ConfigError\n"
         "from caldera.trainer.ray_runner import connect\n"
@@ -127,19 +206,32 @@ def test_a_cluster_that_cannot_be_had(tmp_path: Path) -> None:
         "        connect(config)\n"
         "    except ConfigError as error:\n"
         "        print(error)\n"
+        "print(ray.get_runtime_context().runtime_env['env_vars'])"
     )
     nowhere = "127.0.0.1:9"
-    cases = [(nowhere, {}), ("", {"address": nowhere}), ("", {"num_cpus": 1, "no_such": 1})]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    cases = [
+        (nowhere, {}), ("", {"address": nowhere}), ("", {"num_cpus": 1, "no_such": 1}),
+        (cluster.address, {}),
+    ]  # fmt: skip
+    # As `ray job submit` starts a process: its variables may be among ours.
+    job = {"runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO", "OF_THE_JOB": "1"}}}
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job),
+        "NCCL_DEBUG": "INFO",
+        "OF_THE_JOB": "1",
+    }
     done = subprocess.run(
         [sys.executable, script, json.dumps(cases)],
         env=environment, text=True, capture_output=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    first, second, third = done.stdout.splitlines()
+    first, second, third, variables = done.stdout.splitlines()
     assert "ray_kwargs.ray_init={}, RAY_ADDRESS=127.0.0.1:9: no connection to Ray" in first
     assert "Connection refused" in first and "Connection refused" in second
     assert "Unknown keyword argument(s): no_such" in third
+    assert "'NCCL_DEBUG': 'INFO'" in variables and "'OF_THE_JOB': '1'" in variables
+    assert "'TQDM_DISABLE': '1'" in variables
 
 
 def test_the_environment_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
