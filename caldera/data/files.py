@@ -1,8 +1,9 @@
-"""Data files to rows: parquet, JSON and JSON lines."""
+"""Data files to rows: parquet, JSON and JSON lines, these two also compressed by gzip."""
 
 from __future__ import annotations
 
 import difflib
+import gzip
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from caldera.errors import DataError
 
 Row = dict[str, Any]
 
-EXTENSIONS = (".parquet", ".json", ".jsonl")
+EXTENSIONS = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,13 @@ def _local_file(file: str, key: str) -> Path:
 
 
 def _near_files(folder: Path, name: str) -> str:
-    names = sorted(p.name for p in folder.iterdir() if p.suffix in EXTENSIONS)
+    names = sorted(p.name for p in folder.iterdir() if p.name.endswith(EXTENSIONS))
     close = difflib.get_close_matches(name, names, n=5, cutoff=0.0)
     return f"; {folder} holds {', '.join(close)}" if close else ""
 
 
 def _read_file(path: Path, key: str) -> list[Row]:
-    if path.suffix not in EXTENSIONS:
+    if not path.name.endswith(EXTENSIONS):
         known = ", ".join(EXTENSIONS)
         raise DataError(f"{key}: {path} has the extension {path.suffix!r}; known are {known}")
     try:
@@ -89,8 +90,9 @@ def _read_file(path: Path, key: str) -> list[Row]:
             rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
             return rows
         # A byte order mark at the start is not part of the JSON.
-        return list(_json_rows(path.read_text(encoding="utf-8-sig")))
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as opened:
+            return list(_json_rows(opened.read().decode("utf-8-sig")))
+    except (OSError, EOFError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{key}: cannot read {path}: {error}") from error
 
 

@@ -38,8 +38,12 @@ def fitting_prompts(
     template_kwargs: Mapping[str, Any],
     workers: int = 1,
     progress: Progress | None = None,
+    key: str = "data.max_prompt_length",
 ) -> list[int]:
-    """The positions of the prompts of at most `max_length` tokens; what is dropped is logged."""
+    """The positions of the prompts of at most `max_length` tokens; what is dropped is logged.
+
+    `key` is the setting that `max_length` came from, for messages.
+    """
     lengths = prompt_lengths(
         prompts, tokenizer, template_kwargs=template_kwargs, workers=workers, progress=progress
     )
@@ -55,14 +59,15 @@ def fitting_prompts(
             else "the chat template failed on each of them"
         )
         raise DataError(
-            f"data.filter_overlong_prompts dropped all {len(prompts)} prompts: {detail}, "
-            f"and data.max_prompt_length is {max_length}"
+            f"the length filter dropped all {len(prompts)} prompts: {detail}, "
+            f"and {key} is {max_length}"
         )
     logger.info(
-        "kept %d of %d prompts; dropped %d of more than data.max_prompt_length=%d tokens",
+        "kept %d of %d prompts; dropped %d of more than %s=%d tokens",
         len(kept),
         len(prompts),
         len(prompts) - len(kept) - len(failed),
+        key,
         max_length,
     )
     return kept

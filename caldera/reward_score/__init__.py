@@ -3,7 +3,34 @@
 from __future__ import annotations
 
 # Importing a scorer registers it.
-from caldera.reward_score import arithmetic, gsm8k
+from caldera.reward_score import (
+    arithmetic,
+    geo3k,
+    gsm8k,
+    hendrycks_math,
+    math_dapo,
+    prime_code,
+    prime_math,
+    qa_em,
+    qa_em_format,
+)
+from caldera.reward_score.code_tests import Program, ProgramResult, RunTests
 from caldera.reward_score.routing import SCORERS, default_compute_score, register_scorer
 
-__all__ = ["SCORERS", "arithmetic", "default_compute_score", "gsm8k", "register_scorer"]
+__all__ = [
+    "SCORERS",
+    "Program",
+    "ProgramResult",
+    "RunTests",
+    "arithmetic",
+    "default_compute_score",
+    "geo3k",
+    "gsm8k",
+    "hendrycks_math",
+    "math_dapo",
+    "prime_code",
+    "prime_math",
+    "qa_em",
+    "qa_em_format",
+    "register_scorer",
+]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from caldera.errors import RewardError, nearest
 from caldera.registry import Registry
+from caldera.reward_score.code_tests import RunTests
 
 __all__ = ["SCORERS", "Score", "Scorer", "default_compute_score", "register_scorer"]
 
@@ -38,13 +40,18 @@ def default_compute_score(
     solution_str: str,
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
+    run_tests: RunTests | None = None,
     **kwargs: Any,
 ) -> Score:
     """Score an answer with the scorer that serves its data source; `kwargs` are its options.
 
+    `run_tests` runs the programs of code problems in a sandbox; only their scorers get it.
     `extra_info` belongs to the contract of score functions; the scorers here need none of it.
     """
-    return find_scorer(data_source)(solution_str, ground_truth, **kwargs)
+    scorer = find_scorer(data_source)
+    if "run_tests" in inspect.signature(scorer).parameters:
+        kwargs["run_tests"] = run_tests
+    return scorer(solution_str, ground_truth, **kwargs)
 
 
 def find_scorer(data_source: str) -> Scorer:

@@ -10,7 +10,17 @@ from pathlib import Path
 import caldera
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL_LIBRARIES = {"gguf", "megatron", "peft", "ray", "sglang", "vllm", "wandb"}
+OPTIONAL_LIBRARIES = {
+    "datasets",
+    "gguf",
+    "math_verify",
+    "megatron",
+    "peft",
+    "ray",
+    "sglang",
+    "vllm",
+    "wandb",
+}
 
 
 def python_output(*arguments: str) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,12 @@ def test_a_missing_column_names_the_others(tmp_path: Path) -> None:
     assert "data.prompt_key='prompt'" in message
     assert str(tmp_path / "a.jsonl") in message
     assert "question, answer" in message
+
+
+def test_compressed_json(tmp_path: Path) -> None:
+    lines = "\n".join(map(json.dumps, ROWS)).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    assert read_rows(str(tmp_path / "a.jsonl.gz"), key=KEY).rows == ROWS
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines)[:-9])
+    with pytest.raises(DataError, match=r"data.train_files: cannot read .*b.jsonl.gz"):
+        read_rows(str(tmp_path / "b.jsonl.gz"), key=KEY)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from caldera.errors import ConfigError
@@ -161,6 +164,17 @@ ANSWERS = [
 def test_the_data_set_scores_full_marks_on_itself(answer: str, number: str, method: str) -> None:
     assert compute_score(answer, number, method=method) == 1.0
     assert compute_score(answer, number + "1", method=method) == 0.0
+
+
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+def test_training_solutions_score_full_marks(method: str) -> None:
+    path = Path(__file__).parents[2] / "data" / "scorers" / "gsm8k.jsonl"
+    solutions = [json.loads(line)["answer"] for line in path.read_text("utf-8").splitlines()]
+    numbers = [solution.rpartition("#### ")[2] for solution in solutions]
+    assert len(solutions) == 37
+    for solution, number in zip(solutions, numbers, strict=True):
+        assert compute_score(solution, number, method=method) == 1.0
+        assert compute_score(solution, f"1{number}", method=method, format_score=0.1) == 0.1
 
 
 def test_the_slice_has_the_forms_that_matter() -> None:

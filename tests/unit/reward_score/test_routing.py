@@ -27,7 +27,8 @@ def test_an_unknown_data_source_lists_the_known_ones() -> None:
         default_compute_score("openai/gms8k", "#### 7", "7")
     message = str(raised.value)
     assert "'openai/gms8k'; did you mean 'openai/gsm8k'?" in message
-    assert "known: caldera/arithmetic, openai/gsm8k" in message
+    known = message.partition("known: ")[2].partition(")")[0].split(", ")
+    assert {"caldera/arithmetic", "openai/gsm8k", "aime*", "searchR1_nq"} <= set(known)
     assert "custom_reward_function.path" in message
 
 
@@ -60,3 +61,22 @@ def test_options_reach_the_scorer(empty_registry: Registry[routing.Scorer]) -> N
 
     result = default_compute_score("echo", "a", "b", extra_info={"index": 3}, weight=2)
     assert result == {"score": 0.0, "solution": "a", "truth": "b", "weight": 2}
+
+
+def test_the_sandbox_reaches_only_those_who_run_programs(
+    empty_registry: Registry[routing.Scorer],
+) -> None:
+    @register_scorer("code")
+    def runs_programs(solution_str: str, ground_truth: Any, run_tests: Any) -> dict[str, Any]:
+        return {"score": 0.0, "run_tests": run_tests}
+
+    @register_scorer("text")
+    def reads_text(solution_str: str, ground_truth: Any, **options: Any) -> dict[str, Any]:
+        return {"score": 0.0} | options
+
+    runner = list  # of programs, where it is never called
+    assert default_compute_score("code", "", "", run_tests=runner) == {
+        "score": 0.0,
+        "run_tests": runner,
+    }
+    assert default_compute_score("text", "", "", run_tests=runner) == {"score": 0.0}

@@ -1,0 +1,48 @@
+"""Data sets ready to train on, one a file: from raw files or the hub to verl's row schema."""
+
+from __future__ import annotations
+
+# Importing a preparer registers it.
+from caldera.data.prepare import (
+    aime,
+    apps,
+    competition_math,
+    dapo_math,
+    gsm8k,
+    hh_rlhf,
+    humaneval,
+    mbpp,
+    search_qa,
+)
+from caldera.data.prepare.check import FileCheck, check_file
+from caldera.data.prepare.preparer import (
+    PREPARERS,
+    HubTable,
+    Preparer,
+    Source,
+    register_preparer,
+    rl_row,
+)
+from caldera.data.prepare.run import LengthLimit, prepare
+
+__all__ = [
+    "PREPARERS",
+    "FileCheck",
+    "HubTable",
+    "LengthLimit",
+    "Preparer",
+    "Source",
+    "aime",
+    "apps",
+    "check_file",
+    "competition_math",
+    "dapo_math",
+    "gsm8k",
+    "hh_rlhf",
+    "humaneval",
+    "mbpp",
+    "prepare",
+    "register_preparer",
+    "rl_row",
+    "search_qa",
+]

@@ -1,0 +1,130 @@
+"""`caldera data prepare` and `caldera data check`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from caldera.data.prepare.check import FindScorer, check_file
+from caldera.data.prepare.check_tables import check_tables
+from caldera.data.prepare.preparer import PREPARERS
+from caldera.data.prepare.run import LengthLimit, prepare
+from caldera.data.tokenizer import hf_tokenizer
+from caldera.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROBLEMS_FOUND = 1
+
+
+class DataCommand:
+    """One call of the command: `run` does the work and leaves `status`, that of the process."""
+
+    def __init__(self, arguments: Sequence[str], find_scorer: FindScorer) -> None:
+        self.options = _parser().parse_args(arguments)
+        self.find_scorer = find_scorer
+        self.status = 0
+
+    def run(self) -> None:
+        if self.options.command == "prepare":
+            _prepare(self.options)
+        elif not _check(self.options, self.find_scorer):
+            self.status = PROBLEMS_FOUND
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    name: str = options.name
+    PREPARERS[name]  # a wrong name is told before a wrong folder
+    if options.hub == (options.raw is not None):
+        raise DataError("give either --raw FOLDER, with the raw files, or --hub")
+    prepare(
+        name,
+        raw=options.raw,
+        output=options.output or Path("data") / name,
+        length_limit=_length_limit(options),
+        limit=options.limit,
+    )
+
+
+def _length_limit(options: argparse.Namespace) -> LengthLimit | None:
+    if (options.tokenizer is None) != (options.max_prompt_length is None):
+        raise DataError("--tokenizer and --max-prompt-length only work together: give both")
+    if options.tokenizer is None:
+        return None
+    return LengthLimit(_tokenizer(options.tokenizer), options.max_prompt_length, options.processes)
+
+
+def _check(options: argparse.Namespace, find_scorer: FindScorer) -> bool:
+    """Show what is in the file; whether it is in order."""
+    check = check_file(
+        options.file,
+        find_scorer=find_scorer,
+        tokenizer=None if options.tokenizer is None else _tokenizer(options.tokenizer),
+        processes=options.processes,
+        against=options.against,
+    )
+    Console().print(check_tables(check))
+    return not check.problems
+
+
+def _tokenizer(path: str) -> PreTrainedTokenizerBase:
+    tokenizer = hf_tokenizer(path, key="--tokenizer")
+    if tokenizer.chat_template is None:
+        raise DataError(f"--tokenizer={path!r}: the tokenizer has no chat template")
+    return tokenizer
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="caldera data", description="Data sets to train on.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    _add_prepare(commands)
+    _add_check(commands)
+    return parser
+
+
+def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    prepare = commands.add_parser("prepare", help="make parquet files of a public data set")
+    prepare.add_argument("name", metavar="NAME", help=", ".join(PREPARERS))
+    prepare.add_argument("--raw", type=Path, metavar="FOLDER", help="folder with the raw files")
+    prepare.add_argument("--hub", action="store_true", help="download from the Hugging Face hub")
+    prepare.add_argument(
+        "--output", "--local_dir", "--local_save_dir",
+        type=Path, metavar="FOLDER", help="folder to write to (data/NAME)",
+    )  # fmt: skip
+    prepare.add_argument(
+        "--max-prompt-length", type=_positive, metavar="N", help="drop prompts of more tokens"
+    )
+    prepare.add_argument(
+        "--limit", type=_positive, metavar="N", help="take the first N rows of each split"
+    )
+    _add_tokenizer(prepare)
+
+
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    check = commands.add_parser("check", help="show what is in a data file, and what is wrong")
+    check.add_argument("file", metavar="FILE", help="parquet, JSON or JSON lines")
+    check.add_argument("--against", metavar="OTHER", help="file that must share no prompt with it")
+    _add_tokenizer(check)
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="measure prompts with this model's chat template"
+    )
+    parser.add_argument(
+        "--processes", type=_positive, default=os.cpu_count() or 1, metavar="N",
+        help="measure in so many processes (one a core)",
+    )  # fmt: skip
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number

@@ -1,0 +1,24 @@
+"""HumanEval: functions to complete, each with a `check` that tests them."""
+
+from __future__ import annotations
+
+from caldera.data.files import Row
+from caldera.data.prepare.code_problem import assert_tests, code_prompt
+from caldera.data.prepare.preparer import HubTable, Source, register_preparer, rl_row, text_of
+
+
+@register_preparer(
+    "humaneval",
+    Source("test", "HumanEval", HubTable("openai/openai_humaneval", None, "test"), "humaneval"),
+)
+def humaneval_row(raw: Row, source: Source) -> Row:
+    start, function = text_of(raw, "prompt"), text_of(raw, "entry_point")
+    problem = f"Complete this function, whose name stays {function}:\n\n```python\n{start}```"
+    return rl_row(
+        source.data_source,
+        code_prompt(problem),
+        ability="code",
+        ground_truth=assert_tests([f"{text_of(raw, 'test').strip()}\n\ncheck({function})\n"]),
+        task_id=raw.get("task_id"),
+        answer=start + text_of(raw, "canonical_solution"),
+    )

@@ -1,0 +1,124 @@
+"""Sandbox Fusion's protocol: what `POST /run_code` takes and gives."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from caldera.errors import DataError, RewardError
+from caldera.reward.sandbox.limits import Limits, Outcome, Status
+from caldera.reward.sandbox.pool import Sandbox
+
+__all__ = ["answer", "outcome_of", "request_for", "sandbox_error"]
+
+LANGUAGES = ("python", "python3")
+DEFAULT_RUN_SECONDS = 10.0
+
+
+def request_for(
+    program: str, stdin: str, files: Mapping[str, bytes], limits: Limits
+) -> dict[str, Any]:
+    """The body that asks a server to run a program."""
+    return {
+        "code": program,
+        "stdin": stdin,
+        "language": "python",
+        "compile_timeout": limits.wall_seconds,
+        "run_timeout": limits.wall_seconds,
+        "memory_limit_MB": limits.memory_mb,
+        "files": {name: base64.b64encode(content).decode() for name, content in files.items()},
+        "fetch_files": [],
+    }
+
+
+def outcome_of(response: Mapping[str, Any]) -> Outcome:
+    """What a server's answer says of the program. Raises RewardError where it says nothing."""
+    result = response.get("run_result")
+    if response.get("status") not in ("Success", "Failed") or not isinstance(result, Mapping):
+        raise RewardError(f"the sandbox server failed: {response.get('message')!r}")
+    exit_code = result.get("return_code")
+    status: Status = "failed"
+    if result.get("status") == "TimeLimitExceeded":
+        status = "timed out"
+    elif response["status"] == "Success" and exit_code == 0:
+        status = "ok"
+    return Outcome(
+        status,
+        result.get("stdout") or "",
+        result.get("stderr") or "",
+        exit_code,
+        result.get("execution_time") or 0.0,
+    )
+
+
+def answer(request: Mapping[str, Any], sandbox: Sandbox) -> dict[str, Any]:
+    """Run what a client sent, within the sandbox's limits or its own narrower ones."""
+    code, stdin = request.get("code"), request.get("stdin") or ""
+    if not isinstance(code, str) or not isinstance(stdin, str):
+        raise DataError("code and stdin must be strings")
+    if request.get("language") not in LANGUAGES:
+        language = request.get("language")
+        raise DataError(f"language={language!r} is not one of {', '.join(LANGUAGES)}")
+    if request.get("fetch_files"):
+        raise DataError("fetch_files is not supported: a program's files go when it ends")
+    outcome = sandbox.run(code, stdin, _files(request), _limits(request, sandbox.limits))
+    return _response(outcome)
+
+
+def _files(request: Mapping[str, Any]) -> dict[str, bytes]:
+    files = request.get("files") or {}
+    try:
+        return {name: base64.b64decode(content) for name, content in files.items() if content}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError("files must map names to base64") from error
+
+
+def _limits(request: Mapping[str, Any], largest: Limits) -> Limits:
+    try:
+        seconds = float(request.get("run_timeout") or DEFAULT_RUN_SECONDS)
+        memory = int(request.get("memory_limit_MB") or -1)
+    except (TypeError, ValueError) as error:
+        raise DataError("run_timeout and memory_limit_MB must be numbers") from error
+    if not seconds > 0:
+        raise DataError(f"run_timeout={seconds} must be greater than 0")
+    seconds = min(seconds, largest.wall_seconds)
+    return replace(
+        largest,
+        wall_seconds=seconds,
+        cpu_seconds=min(math.ceil(seconds), largest.cpu_seconds),
+        memory_mb=min(memory, largest.memory_mb) if memory > 0 else largest.memory_mb,
+    )
+
+
+def _response(outcome: Outcome) -> dict[str, Any]:
+    finished = outcome.status in ("ok", "failed", "out of memory")
+    run_status = "Finished" if finished else "Error"
+    return {
+        "status": "Success" if outcome.ok else "Failed",
+        "message": "" if outcome.ok else outcome.status,
+        "compile_result": None,
+        "run_result": {
+            "status": "TimeLimitExceeded" if outcome.status == "timed out" else run_status,
+            "execution_time": outcome.seconds,
+            "return_code": outcome.exit_code,
+            "stdout": outcome.stdout,
+            "stderr": outcome.stderr,
+        },
+        "executor_pod_name": None,
+        "files": {},
+    }
+
+
+def sandbox_error(message: str) -> dict[str, Any]:
+    """The answer where the program could not be run at all."""
+    return {
+        "status": "SandboxError",
+        "message": message,
+        "compile_result": None,
+        "run_result": None,
+        "executor_pod_name": None,
+        "files": {},
+    }

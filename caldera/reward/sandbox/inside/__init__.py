@@ -1,0 +1,1 @@
+"""What runs inside the sandbox. Standard library only: it is sent there as text."""

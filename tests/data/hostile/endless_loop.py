@@ -1,0 +1,5 @@
+# ruff: noqa
+# task: output
+# ends: timed out
+while True:
+    pass

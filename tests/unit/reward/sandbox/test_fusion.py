@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from caldera.errors import RewardError
+from caldera.reward.sandbox import Limits, SandboxFusionClient
+from caldera.reward.sandbox.fusion import outcome_of, request_for, sandbox_error
+
+
+def test_the_request_has_the_protocols_names() -> None:
+    request = request_for("print(1)", "x", {"a": b"1"}, Limits(wall_seconds=3, memory_mb=100))
+    assert request == {
+        "code": "print(1)", "stdin": "x", "language": "python", "compile_timeout": 3,
+        "run_timeout": 3, "memory_limit_MB": 100, "files": {"a": "MQ=="}, "fetch_files": [],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("status", "run_status", "code", "expected"),
+    [
+        ("Success", "Finished", 0, "ok"),
+        ("Failed", "Finished", 1, "failed"),
+        ("Failed", "TimeLimitExceeded", None, "timed out"),
+        ("Failed", "Error", None, "failed"),
+        ("Failed", "Finished", 0, "failed"),
+    ],
+)
+def test_answers_become_outcomes(
+    status: str, run_status: str, code: int | None, expected: str
+) -> None:
+    result = {"status": run_status, "return_code": code, "stdout": None, "stderr": "e"}
+    outcome = outcome_of({"status": status, "message": "", "run_result": result})
+    assert (outcome.status, outcome.stdout, outcome.stderr) == (expected, "", "e")
+
+
+@pytest.mark.parametrize("response", [{}, sandbox_error("full"), {"status": "Success"}])
+def test_an_answer_about_nothing_is_an_error(response: dict[str, object]) -> None:
+    with pytest.raises(RewardError, match="the sandbox server failed"):
+        outcome_of(response)
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/run_code"])
+def test_the_path_may_be_left_out(url: str) -> None:
+    assert SandboxFusionClient(url).url == "http://h:1/run_code"
+    assert SandboxFusionClient("https://h/v2/run?k=1").url == "https://h/v2/run?k=1"
