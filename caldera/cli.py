@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from caldera.errors import ConfigError, UnsupportedError
 from caldera.trainer.entry import run_entry_point, split_overrides
 
 
@@ -28,11 +29,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("data", help="prepare public data sets, check data files")
     _add_demo(commands)
     _add_report(commands)
+    _add_merge(commands)
     _add_sandbox(commands)
-    options, overrides = split_overrides(arguments)
+    # Other commands than this one know no keys, but files whose names may have an equals sign.
+    is_demo = arguments[:1] == ["demo"]
+    options, overrides = split_overrides(arguments) if is_demo else (arguments, [])
     parsed = parser.parse_args(options)
     if parsed.command == "report":
         return _report(parsed)
+    if parsed.command == "merge":
+        return _merge(parsed)
     if parsed.command == "sandbox":
         return _sandbox(parsed)
     return _demo(parsed, [*overrides, *getattr(parsed, "key=value")])
@@ -52,6 +58,106 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     report = commands.add_parser("report", help="make one page of a run's folder")
     report.add_argument("run", type=Path, help="the run's trainer.default_local_dir")
     report.add_argument("--output", type=Path, help="file to write (RUN/report.html)")
+
+
+MERGE_HELP = """\
+Make a Hugging Face folder out of a checkpoint, whichever strategy and number of
+ranks wrote it, and check it: transformers loads the folder, and its logits must
+be those of the checkpoint's shards, to the last bit. The folder appears only if
+they are.
+
+  caldera merge --local-dir RUN/global_step_20/actor --target-dir MODEL
+  caldera merge --local-dir RUN/global_step_20/actor --target-dir MODEL --adapter merge
+  caldera merge test --local-dir RUN/global_step_20/actor --test-hf-dir MODEL
+"""
+
+
+def _add_merge(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    merge = commands.add_parser(
+        "merge",
+        help="make a Hugging Face folder of a checkpoint",
+        description=MERGE_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    merge.add_argument(
+        "operation", nargs="?", choices=["merge", "test"], default="merge",
+        help="test: compare all tensors with a folder that exists (merge)",
+    )  # fmt: skip
+    _add_folders(merge)
+    merge.add_argument(
+        "--adapter", choices=["keep", "merge"], default="keep",
+        help="a LoRA adapter stays one, or becomes part of the weights (keep)",
+    )  # fmt: skip
+    merge.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"],
+        help="precision of the weights that are written (that of the checkpoint)",
+    )  # fmt: skip
+    for name, text in (
+        ("is-value-model", "a critic; told from the checkpoint's names otherwise"),
+        ("tie-word-embedding", "the language head is the embedding, whatever the config says"),
+        ("trust-remote-code", "run code that comes with the model"),
+    ):
+        merge.add_argument(*_spellings(name), action="store_true", help=text)
+    merge.add_argument("--backend", default="fsdp", help="what wrote the checkpoint: fsdp (fsdp)")
+    for name in ("private", "use-cpu-initialization"):  # verl's, which mean nothing here
+        merge.add_argument(*_spellings(name), action="store_true", help=argparse.SUPPRESS)
+    merge.add_argument(*_spellings("hf-upload-path"), help=argparse.SUPPRESS)
+
+
+def _add_folders(merge: argparse.ArgumentParser) -> None:
+    merge.add_argument(
+        *_spellings("local-dir"), type=Path, required=True, metavar="DIR",
+        help="the checkpoint: global_step_N/actor, .../critic, or global_step_N for its actor",
+    )  # fmt: skip
+    merge.add_argument(
+        *_spellings("target-dir"), type=Path, metavar="OUT", help="folder to write, which is new"
+    )
+    merge.add_argument(
+        *_spellings("test-hf-dir"),
+        type=Path,
+        metavar="DIR",
+        help="with test: the folder to compare",
+    )
+
+
+def _spellings(name: str) -> list[str]:
+    """An option with dashes and, as verl has some, with underscores."""
+    return sorted({f"--{name}", f"--{name.replace('-', '_')}"})
+
+
+def _merge(parsed: argparse.Namespace) -> int:
+    def work() -> None:
+        _check_merge(parsed)
+        from caldera.trainer.merge import MergeOptions, compare, merge
+        from caldera.trainer.merge_source import Reading
+
+        reading = Reading(
+            parsed.is_value_model, parsed.tie_word_embedding, parsed.trust_remote_code
+        )
+        options = MergeOptions(parsed.local_dir, parsed.adapter, parsed.dtype, reading)
+        if parsed.operation == "test":
+            compare(options, parsed.test_hf_dir)
+        else:
+            merge(options, parsed.target_dir)
+
+    return run_entry_point(work)
+
+
+def _check_merge(parsed: argparse.Namespace) -> None:
+    if parsed.backend != "fsdp":
+        raise UnsupportedError(
+            f"--backend={parsed.backend}: takes fsdp; the Megatron engine is not part of this "
+            "release"
+        )
+    if parsed.hf_upload_path is not None:
+        raise UnsupportedError(
+            f"--hf-upload-path={parsed.hf_upload_path}: nothing is uploaded; "
+            "`hf upload` does that with the folder"
+        )
+    if parsed.operation == "merge" and parsed.target_dir is None:
+        raise ConfigError("caldera merge needs --target-dir: a folder to write, which is new")
+    if parsed.operation == "test" and parsed.test_hf_dir is None:
+        raise ConfigError("caldera merge test needs --test-hf-dir: the folder to compare")
 
 
 def _add_sandbox(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

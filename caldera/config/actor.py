@@ -13,8 +13,6 @@ from caldera.config.optim import CheckpointConfig, FSDPConfig, OptimizerConfig, 
 from caldera.config.profiling import ProfilerConfig
 from caldera.config.reasons import (
     COMPUTED_HEAD,
-    NEEDS_SHARDING,
-    NO_COMPILE,
     NO_EXPERTS,
     NO_IMAGES,
     NO_MEGATRON,
@@ -61,7 +59,7 @@ class RouterReplayConfig:
 @dataclass
 class ActorConfig:
     strategy: str = option("fsdp", choices=STRATEGIES)
-    """Training engine. In this release fsdp and fsdp2 are `local`: every rank holds the model."""
+    """Training engine. In one process fsdp and fsdp2 are `local`: there is nothing to shard."""
     rollout_n: int = II("actor_rollout_ref.rollout.n")
     """Follows rollout.n, which is the place to set it."""
     ppo_mini_batch_size: int = option(256, minimum=1, unit="prompts")
@@ -109,7 +107,8 @@ class ActorConfig:
     """Estimator of that distance; `full` sums over the vocabulary; a trailing + gives an estimate
     the gradient of the squared one."""
     use_prefix_grouper: bool = refused(False, "prompts are computed once a sample")
-    use_torch_compile: bool = refused(True, NO_COMPILE, met=(False,))
+    use_torch_compile: bool = True
+    """Compile the decoder layers for training, on a GPU."""
     use_fused_kernels: bool = refused(
         II("actor_rollout_ref.model.use_fused_kernels"), COMPUTED_HEAD
     )
@@ -124,7 +123,8 @@ class ActorConfig:
     """Seed of that shuffle."""
     grad_clip: float = option(1.0, minimum=0)
     """Largest gradient norm of an optimiser step; 0: no clipping."""
-    ulysses_sequence_parallel_size: int = refused(1, NEEDS_SHARDING)
+    ulysses_sequence_parallel_size: int = option(1, minimum=1, unit="ranks")
+    """Ranks that share the tokens of each micro-batch."""
     entropy_from_logits_with_chunking: bool = refused(False, COMPUTED_HEAD, met=(True,))
     entropy_checkpointing: bool = refused(False, COMPUTED_HEAD, met=(True,))
     state_masking: bool = refused(False, NO_SEARCH)
@@ -143,7 +143,8 @@ class RefConfig:
     """Engine of the reference."""
     rollout_n: int = II("actor_rollout_ref.rollout.n")
     """Follows rollout.n, which is the place to set it."""
-    use_torch_compile: bool = refused(True, NO_COMPILE, met=(False,))
+    use_torch_compile: bool = True
+    """Compile the decoder layers for training, on a GPU."""
     log_prob_micro_batch_size: int | None = option(None, minimum=1, unit="samples")
     """Deprecated: samples per pass over all devices."""
     log_prob_micro_batch_size_per_gpu: int | None = option(None, minimum=1, unit="samples")
@@ -154,7 +155,10 @@ class RefConfig:
         II("actor_rollout_ref.actor.ppo_max_token_len_per_gpu"), minimum=1, unit="tokens"
     )
     """Tokens per micro-batch then."""
-    ulysses_sequence_parallel_size: int = refused(1, NEEDS_SHARDING)
+    ulysses_sequence_parallel_size: int = option(
+        II("actor_rollout_ref.actor.ulysses_sequence_parallel_size"), minimum=1, unit="ranks"
+    )
+    """Ranks that share the tokens of each micro-batch."""
     entropy_from_logits_with_chunking: bool = refused(False, COMPUTED_HEAD, met=(True,))
     entropy_checkpointing: bool = refused(False, COMPUTED_HEAD, met=(True,))
     load_weight: bool = refused(True, NO_MEGATRON)

@@ -122,11 +122,15 @@ def _check_micro_batch(part: MicroBatches, config: PPOTrainerConfig) -> None:
         return
     rollout = config.actor_rollout_ref.rollout
     longest = rollout.prompt_length + rollout.response_length
-    budget = getattr(part.node, part.tokens_key)
+    sharers = getattr(part.node, "ulysses_sequence_parallel_size", None)
+    if sharers is None:  # log-probs of samples are computed by the actor
+        sharers = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    budget = getattr(part.node, part.tokens_key) * sharers
+    shared = f" x {sharers} ranks = {budget}" if sharers > 1 else ""
     if budget < longest:
         raise ConfigError(
-            f"{part.group}.{part.tokens_key}={budget} tokens cannot hold one sample of up to "
-            f"{longest} tokens ({ROLLOUT}.prompt_length={rollout.prompt_length} + "
+            f"{part.group}.{part.tokens_key}={budget // sharers}{shared} tokens cannot hold one "
+            f"sample of up to {longest} tokens ({ROLLOUT}.prompt_length={rollout.prompt_length} + "
             f"{ROLLOUT}.response_length={rollout.response_length}); takes at least {longest}"
         )
 
@@ -134,6 +138,7 @@ def _check_micro_batch(part: MicroBatches, config: PPOTrainerConfig) -> None:
 def check_devices(config: PPOTrainerConfig) -> None:
     """Every rank gets as many samples as the others, of a batch and of each mini-batch."""
     devices = _devices(config)
+    _check_sharing(config, devices)
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     parts = {"data.train_batch_size": prompts, **_mini_batches(config)}
     for key, count in parts.items():
@@ -141,6 +146,24 @@ def check_devices(config: PPOTrainerConfig) -> None:
             raise ConfigError(
                 f"{key}={count} prompts x {ROLLOUT}.n={n} = {count * n} samples cannot be shared "
                 f"by {devices} devices (trainer.n_gpus_per_node x trainer.nnodes)"
+            )
+
+
+def _check_sharing(config: PPOTrainerConfig, devices: int) -> None:
+    """Devices that share tokens or matrices come in whole groups."""
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    sharers = {
+        ACTOR: (actor.ulysses_sequence_parallel_size, actor.fsdp_config),
+        REF: (ref.ulysses_sequence_parallel_size, ref.fsdp_config),
+        "critic": (config.critic.ulysses_sequence_parallel_size, config.critic.model.fsdp_config),
+    }
+    for group, (tokens, memory) in sharers.items():
+        matrices = memory.tensor_parallel_size
+        if devices % (tokens * matrices):
+            raise ConfigError(
+                f"{group}.ulysses_sequence_parallel_size={tokens} x tensor_parallel_size="
+                f"{matrices} ranks do not divide the {devices} devices "
+                "(trainer.n_gpus_per_node x trainer.nnodes)"
             )
 
 

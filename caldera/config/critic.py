@@ -12,7 +12,7 @@ from caldera.config.megatron import MegatronConfig
 from caldera.config.model import CriticModelConfig
 from caldera.config.optim import CheckpointConfig, CriticOptimizerConfig
 from caldera.config.profiling import ProfilerConfig
-from caldera.config.reasons import NEEDS_SHARDING, NO_MEGATRON, ONE_TIMEOUT
+from caldera.config.reasons import NO_MEGATRON, ONE_TIMEOUT
 
 
 @dataclass
@@ -61,7 +61,8 @@ class CriticConfig:
     """How losses of tokens become one number."""
     grad_clip: float = option(1.0, minimum=0)
     """Largest gradient norm of an optimiser step; 0: no clipping."""
-    ulysses_sequence_parallel_size: int = refused(1, NEEDS_SHARDING)
+    ulysses_sequence_parallel_size: int = option(1, minimum=1, unit="ranks")
+    """Ranks that share the tokens of each micro-batch."""
     nccl_timeout: int = refused(600, ONE_TIMEOUT)
     load_weight: bool = refused(True, NO_MEGATRON)
     checkpoint: CheckpointConfig = nested(CheckpointConfig)

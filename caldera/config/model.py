@@ -13,7 +13,6 @@ from caldera.config.optim import FSDPConfig
 from caldera.config.reasons import (
     ALWAYS_PACKED,
     COMPUTED_HEAD,
-    NEEDS_SHARDING,
     NO_MTP,
     NO_SHARED_MEMORY,
 )
@@ -65,7 +64,8 @@ class ModelConfig:
     """Values that replace those of the model's config.json."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass to save memory."""
-    enable_activation_offload: bool = refused(False, NEEDS_SHARDING)
+    enable_activation_offload: bool = False
+    """Keep what the backward pass needs in host memory meanwhile."""
     use_remove_padding: bool = refused(True, ALWAYS_PACKED)
     lora_rank: int = option(0, minimum=0)
     """Rank of the LoRA adapter; 0 trains all parameters."""
@@ -75,13 +75,20 @@ class ModelConfig:
     """Module names that get an adapter: a list, or `all-linear`."""
     exclude_modules: Any = None
     """Module names that get none: a list or a regular expression."""
-    lora_adapter_path: str | None = refused(None, "training starts from a fresh adapter")
-    use_liger: bool = refused(False, "Liger kernels are not part of this release")
+    lora_adapter_path: str | None = None
+    """Folder of a saved LoRA adapter to start from, at its own rank and alpha; null: a new one."""
+    use_liger: bool = False
+    """Compute norms, rotary embeddings and gated layers with Liger's kernels; needs CUDA."""
     use_fused_kernels: bool = refused(False, COMPUTED_HEAD)
     fused_kernel_options: FusedKernelConfig = nested(FusedKernelConfig)
     tiled_mlp: TiledMlpConfig = nested(TiledMlpConfig)
     mtp: MtpConfig = nested(MtpConfig)
     lora: MegatronLoraConfig = nested(MegatronLoraConfig)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter is trained, and the model's own parameters are not."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
 @dataclass

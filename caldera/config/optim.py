@@ -11,8 +11,6 @@ from caldera.config.fields import listed, mapping, nested, option, refused
 from caldera.config.reasons import (
     COMPUTED_HEAD,
     DECIDED_BY_ROLE,
-    NEEDS_SHARDING,
-    NO_COMPILE,
     NO_MEGATRON,
 )
 
@@ -66,7 +64,8 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 @dataclass
 class WrapPolicyConfig:
-    min_num_params: int = refused(0, NEEDS_SHARDING)
+    min_num_params: int = option(0, minimum=0, unit="parameters")
+    """Parts with at least so many parameters are gathered and dropped whole; 0: decoder layers."""
 
 
 @dataclass
@@ -78,21 +77,31 @@ class FSDPConfig:
     """Keep parameters in host memory between phases (on a GPU)."""
     optimizer_offload: bool = False
     """Keep the optimiser's state in host memory between updates (on a GPU)."""
-    offload_policy: bool = refused(False, NEEDS_SHARDING)
-    reshard_after_forward: bool = refused(True, NEEDS_SHARDING)
-    fsdp_size: int = refused(-1, NEEDS_SHARDING)
-    forward_prefetch: bool = refused(False, NEEDS_SHARDING)
+    offload_policy: bool = False
+    """fsdp2: parameters, gradients and optimiser live in host memory, and steps are taken there."""
+    reshard_after_forward: bool = True
+    """Drop gathered parameters after the forward pass, and gather them again for the backward."""
+    fsdp_size: int = option(-1, minimum=-1, unit="ranks")
+    """Ranks that a copy of the model is sharded over; -1: all of them."""
+    forward_prefetch: bool = False
+    """Gather the next layer's parameters while a layer computes."""
     model_dtype: str = option("fp32", choices=("fp32", "bf16"))
     """Precision in which parameters are kept and updated."""
     dtype: str | None = option(None, choices=("float32", "bfloat16"))
     """Precision of the computation; null: bfloat16 on CUDA, float32 on a CPU."""
     seed: int = 42
     """Seed of freshly initialised weights, such as a value head or an adapter."""
-    use_orig_params: bool = refused(False, NEEDS_SHARDING)
+    use_orig_params: bool = False
+    """fsdp: keep parameters apart instead of one flat tensor a layer; always so with an adapter."""
+    tensor_parallel_size: int = option(1, minimum=1, unit="ranks")
+    """fsdp2: ranks that share the matrices of each layer."""
     full_determinism: bool = refused(False, "kernels are those that torch picks")
-    ulysses_sequence_parallel_size: int = refused(1, NEEDS_SHARDING)
+    ulysses_sequence_parallel_size: int = refused(
+        1, "the role's own ulysses_sequence_parallel_size decides"
+    )
     entropy_from_logits_with_chunking: bool = refused(False, COMPUTED_HEAD, met=(True,))
-    use_torch_compile: bool = refused(True, NO_COMPILE, met=(False,))
+    use_torch_compile: bool = True
+    """Compile the decoder layers for training, on a GPU, unless the role's key says no."""
     entropy_checkpointing: bool = refused(False, COMPUTED_HEAD, met=(True,))
     forward_only: bool = refused(False, DECIDED_BY_ROLE)
     strategy: str = refused("fsdp", DECIDED_BY_ROLE, met=("fsdp2",))
@@ -109,4 +118,7 @@ class CheckpointConfig:
     """What a checkpoint holds; `hf_model` adds a Hugging Face folder with weights."""
     load_contents: list[str] = II(".save_contents")
     """What is read back on resume."""
-    async_save: bool = refused(False, "checkpoints are written before the next step starts")
+    async_save: bool = False
+    """Write checkpoints while the next steps are taken."""
+    layout: str = option("dist", choices=("dist", "classic"))
+    """Files: PyTorch's distributed checkpoint, or verl's classic ones, a file for each rank."""

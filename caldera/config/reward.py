@@ -13,7 +13,6 @@ from caldera.config.megatron import RewardMegatronConfig
 from caldera.config.profiling import ProfilerConfig
 from caldera.config.reasons import (
     ALWAYS_PACKED,
-    NEEDS_SHARDING,
     NO_MEGATRON,
     NO_SANDBOX,
     NO_SHARED_MEMORY,
@@ -31,14 +30,18 @@ SCORED_WHOLE = "prompts and answers are scored whole"
 class RewardFSDPConfig:
     @dataclass
     class WrapPolicy:
-        min_num_params: int = refused(0, NEEDS_SHARDING)
+        min_num_params: int = option(0, minimum=0, unit="parameters")
+        """Parts with at least so many parameters are gathered whole; 0: decoder layers."""
 
     wrap_policy: WrapPolicy = nested(WrapPolicy)
     param_offload: bool = False
     """Keep parameters in host memory between phases (on a GPU)."""
-    reshard_after_forward: bool = refused(True, NEEDS_SHARDING)
-    fsdp_size: int = refused(-1, NEEDS_SHARDING)
-    forward_prefetch: bool = refused(False, NEEDS_SHARDING)
+    reshard_after_forward: bool = True
+    """Drop gathered parameters after the forward pass."""
+    fsdp_size: int = option(-1, minimum=-1, unit="ranks")
+    """Ranks that a copy of the model is sharded over; -1: all of them."""
+    forward_prefetch: bool = False
+    """Gather the next layer's parameters while a layer computes."""
 
 
 @dataclass
@@ -121,7 +124,8 @@ class RewardModelConfig:
         II("critic.forward_max_token_len_per_gpu"), minimum=1, unit="tokens"
     )
     """Tokens per micro-batch then."""
-    ulysses_sequence_parallel_size: int = refused(1, NEEDS_SHARDING)
+    ulysses_sequence_parallel_size: int = option(1, minimum=1, unit="ranks")
+    """Ranks that share the tokens of each micro-batch."""
     nccl_timeout: int = refused(600, ONE_TIMEOUT)
     load_weight: bool = refused(True, NO_MEGATRON)
     reward_manager: str = "naive"

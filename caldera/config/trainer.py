@@ -52,11 +52,14 @@ class TrainerConfig:
     resume_mode: str = option("auto", choices=("auto", "disable", "resume_path"))
     """Go on from the newest checkpoint, start anew, or go on from resume_from_path."""
     resume_from_path: str | None = None
-    """A global_step_N folder, for resume_mode=resume_path."""
+    """A global_step_N folder or its URL, for resume_mode=resume_path."""
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Folder of the run: checkpoints, metrics, resolved config."""
-    default_hdfs_dir: str | None = refused(None, "checkpoints are written to local folders")
-    del_local_ckpt_after_load: bool = refused(False, "a checkpoint that was loaded is kept")
+    default_hdfs_dir: str | None = None
+    """URL of a folder that checkpoints are copied to, such as s3://bucket/run, hdfs://host/run or
+    file:///run. A run goes on from there where its own folder has no newer one. null: none."""
+    del_local_ckpt_after_load: bool = False
+    """Delete the local copy of a checkpoint once it was loaded, where there is one behind a URL."""
     max_actor_ckpt_to_keep: int | None = option(None, minimum=1, unit="checkpoints")
     """Newest checkpoints whose actor is kept; null: all."""
     max_critic_ckpt_to_keep: int | None = option(None, minimum=1, unit="checkpoints")

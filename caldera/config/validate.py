@@ -32,6 +32,7 @@ def check_consistency(config: PPOTrainerConfig) -> None:
     if config.data.seed is None:
         config.data.seed = config.actor_rollout_ref.rollout.seed
     _check_world(config)
+    _check_checkpoints(config)
     _check_precision(config)
     _check_lists(config)
     _check_followers(config)
@@ -65,6 +66,15 @@ def _check_required(config: PPOTrainerConfig) -> None:
         raise ConfigError("critic.enable=False: algorithm.adv_estimator=gae needs the critic")
     if config.trainer.resume_mode == "resume_path" and not config.trainer.resume_from_path:
         raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=...")
+
+
+def _check_checkpoints(config: PPOTrainerConfig) -> None:
+    for key, checkpoint in {
+        "actor_rollout_ref.actor.checkpoint": config.actor_rollout_ref.actor.checkpoint,
+        "critic.checkpoint": config.critic.checkpoint,
+    }.items():
+        if checkpoint.async_save and checkpoint.layout == "classic":
+            raise ConfigError(f"{key}.async_save=True: {key}.layout=classic takes false; dist can")
 
 
 def _check_world(config: PPOTrainerConfig) -> None:

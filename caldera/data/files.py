@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from caldera.errors import DataError
+from caldera.storage import is_fetched, local_path, shown_url
 
 Row = dict[str, Any]
 
@@ -26,7 +27,8 @@ class RowTable:
     """The rows of several files, one after another, all with the same columns."""
 
     rows: list[Row]
-    files: list[Path]
+    files: list[str]
+    """What messages call the files."""
     starts: list[int]
     """The number of the first row of each file."""
 
@@ -44,28 +46,32 @@ def read_rows(
     `key` is the configuration key that named the files; `required` maps each column that every
     file must have to the configuration key that named the column.
     """
-    paths = [_local_file(file, key) for file in ([files] if isinstance(files, str) else files)]
+    given = [files] if isinstance(files, str) else files
+    paths = [_local_file(file, key) for file in given]
+    names = [_name(file, path) for file, path in zip(given, paths, strict=True)]
     rows: list[Row] = []
     starts: list[int] = []
     columns: dict[str, None] = {}
-    for path in paths:
-        found = _read_file(path, key)
+    for path, name in zip(paths, names, strict=True):
+        found = _read_file(path, name, key)
         file_columns = {column: None for row in found for column in row}
         if found:
-            _check_columns(path, file_columns, required or {})
+            _check_columns(name, file_columns, required or {})
         starts.append(len(rows))
         rows.extend(found)
         columns |= file_columns
     if not rows:
-        names = ", ".join(map(str, paths)) or "no files"
-        raise DataError(f"{key}: the data set has no rows ({names})")
-    return RowTable([{c: row.get(c) for c in columns} for row in rows], paths, starts)
+        raise DataError(f"{key}: the data set has no rows ({', '.join(names) or 'no files'})")
+    return RowTable([{c: row.get(c) for c in columns} for row in rows], names, starts)
+
+
+def _name(given: str, path: Path) -> str:
+    """A fetched file is called by its URL, any other by its path."""
+    return shown_url(given) if is_fetched(given) else str(path)
 
 
 def _local_file(file: str, key: str) -> Path:
-    path = Path(file.removeprefix("file://")).expanduser()
-    if "://" in str(file) and not file.startswith("file://"):
-        raise DataError(f"{key}: {file} is not a local file, and only local files can be read")
+    path = Path(local_path(file, key)).expanduser()
     if path.is_file():
         return path
     if path.is_dir():
@@ -81,10 +87,10 @@ def _near_files(folder: Path, name: str) -> str:
     return f"; {folder} holds {', '.join(close)}" if close else ""
 
 
-def _read_file(path: Path, key: str) -> list[Row]:
+def _read_file(path: Path, name: str, key: str) -> list[Row]:
     if not path.name.endswith(EXTENSIONS):
         known = ", ".join(EXTENSIONS)
-        raise DataError(f"{key}: {path} has the extension {path.suffix!r}; known are {known}")
+        raise DataError(f"{key}: {name} has the extension {path.suffix!r}; known are {known}")
     try:
         if path.suffix == ".parquet":
             rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
@@ -93,7 +99,7 @@ def _read_file(path: Path, key: str) -> list[Row]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as opened:
             return list(_json_rows(opened.read().decode("utf-8-sig")))
     except (OSError, EOFError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"{key}: cannot read {path}: {error}") from error
+        raise DataError(f"{key}: cannot read {name}: {error}") from error
 
 
 def _json_rows(text: str) -> Iterator[Row]:
@@ -119,9 +125,9 @@ def _json_object(row: object, where: str) -> Row:
     return row
 
 
-def _check_columns(path: Path, columns: Mapping[str, None], required: Mapping[str, str]) -> None:
+def _check_columns(name: str, columns: Mapping[str, None], required: Mapping[str, str]) -> None:
     for column, key in required.items():
         if column not in columns:
             raise DataError(
-                f"{key}={column!r}: {path} has no such column; its columns are {', '.join(columns)}"
+                f"{key}={column!r}: {name} has no such column; its columns are {', '.join(columns)}"
             )

@@ -11,18 +11,19 @@ from types import ModuleType
 from typing import Any
 
 from caldera.errors import ConfigError, nearest
+from caldera.storage import local_path
 
 
 def load_object(path: str, name: str | None, key: str) -> Any:
     """The object `name` of a Python file or module.
 
-    `path` is `/x/y.py`, `file:///x/y.py` or `pkg://a.b.c`; `key` is the configuration node that
-    holds the path and the name, such as `data.custom_cls`.
+    `path` is `/x/y.py`, the URL of such a file, or `pkg://a.b.c`; `key` is the configuration node
+    that holds the path and the name, such as `data.custom_cls`.
     """
     if path.startswith("pkg://"):
         module = _import_package(path.removeprefix("pkg://"), key)
     else:
-        module = _import_file(Path(path.removeprefix("file://")).expanduser(), key)
+        module = _import_file(Path(local_path(path, key)).expanduser(), key)
     defined = _defined_names(module)
     if not name:
         raise ConfigError(f"{key}: {path} is given without a name; it defines {_listed(defined)}")

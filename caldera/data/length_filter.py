@@ -17,6 +17,7 @@ from rich.progress import track
 
 from caldera.data.chat import Message, render_chat, tokenize_chat
 from caldera.errors import DataError
+from caldera.storage import cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,7 +83,8 @@ def prompt_lengths(
     progress: Progress | None = None,
 ) -> list[int]:
     """The number of tokens of each prompt, or FAILED; measured once, then read from the cache."""
-    cache_file = _cache_folder() / f"{_cache_key(prompts, tokenizer, template_kwargs)}.json"
+    key = _cache_key(prompts, tokenizer, template_kwargs)
+    cache_file = cache_folder() / "prompt_lengths" / f"{key}.json"
     cached = _read_cache(cache_file, len(prompts))
     if cached is not None:
         return cached
@@ -147,11 +149,6 @@ def _failure(
 def _terminal_progress(items: Iterable[int], total: int, description: str) -> Iterable[int]:
     console = Console(stderr=True)
     return track(items, description, total=total, console=console, disable=not console.is_terminal)
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("CALDERA_CACHE") or "~/.cache/caldera"
-    return Path(root).expanduser() / "prompt_lengths"
 
 
 def _cache_key(

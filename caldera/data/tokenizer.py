@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caldera.errors import DataError
+from caldera.storage import local_path
+from caldera.storage.paths import WEIGHT_FILES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,12 +23,13 @@ def hf_tokenizer(
     custom_chat_template: str | None = None,
     key: str = "tokenizer",
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder or a Hugging Face model name, with a padding token.
+    """The tokenizer of a folder, a URL or a Hugging Face model name, with a padding token.
 
     `key` is the config key that the path came from, for errors.
     """
     from transformers import AutoTokenizer
 
+    path = local_path(path, key, WEIGHT_FILES)
     folder = Path(path).expanduser()
     is_local = folder.exists()
     if not is_local and _must_be_local(path):

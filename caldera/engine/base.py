@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from caldera.config import FSDPConfig, OptimizerConfig
+from caldera.config import CheckpointConfig, FSDPConfig, OptimizerConfig
 from caldera.core_algos import LossScale
 from caldera.engine.packing import PackedRows
+from caldera.models.flops import Arithmetic
+from caldera.models.fresh import WeightSource
 from caldera.protocol import DataProto
 from caldera.registry import Registry
 
@@ -58,34 +60,66 @@ class ForwardPlan:
         assert "scores" not in self.outputs or len(self.outputs) == 1, "scores are computed alone"
 
 
+class FrozenStates(NamedTuple):
+    """What a model that is not trained says of packed tokens, before its head has spoken."""
+
+    hidden: Tensor  # (n, H)
+    head: Tensor  # (V, H)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How a role's model is held and trained."""
+
+    memory: FSDPConfig
+    optim: OptimizerConfig | None = None
+    """None: the model is frozen."""
+    grad_clip: float = 0.0
+    """Largest gradient norm; 0: any."""
+    sequence_parallel: int = 1
+    """Ranks that share the tokens of a micro-batch."""
+    gradient_checkpointing: bool = False
+    activation_offload: bool = False
+    compiles: bool = False
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
 class Engine(ABC):
     """The seam between roles and training back ends."""
 
+    device: torch.device
     module: nn.Module
+    """The Hugging Face model, or the peft wrapper around it. Its parameters may be shards."""
+    is_whole: bool
+    """Whether this rank holds all of every parameter."""
+    arithmetic: Arithmetic
     version: int
-    """Optimiser steps that the weights have seen."""
+    """Changes whenever the weights may have changed."""
     dp_rank: int
     dp_size: int
-    """This rank among those that train together, each on its own rows of a mini-batch."""
+    """This rank's place among those that have different rows of a mini-batch."""
+    is_spokesman: bool
+    """Whether this rank answers for those that have the same rows."""
+    sharers: int
+    """How many have the same rows, and share the work on them."""
 
     @abstractmethod
     def infer(self, batch: DataProto, plan: ForwardPlan) -> Outputs:
         """Outputs of every row, without gradients, on the CPU."""
 
     @abstractmethod
-    def train(self, mini_batch: DataProto, loss_fn: LossFn, plan: ForwardPlan) -> dict[str, float]:
+    def train(self, mini_batch: DataProto, loss_fn: LossFn, plan: ForwardPlan) -> dict[str, Tensor]:
         """One optimiser step, on this rank's rows of the mini-batch.
 
         The new weights do not depend on the split into ranks and micro-batches, unless the plan is
-        `classic`. The metrics are this rank's shares: their mean over ranks is the whole's value.
+        `classic`. The metrics, `grad_norm` among them, are this rank's shares: their mean over
+        ranks is the whole's value. They are scalars that are still on the device: whoever reads
+        one waits for it.
         """
 
     @abstractmethod
-    def frozen_states(self, packed: PackedRows) -> tuple[Tensor, Tensor]:
-        """Hidden states (N, H) before the response tokens and the language head (V, H).
-
-        Of the model without its adapter, in evaluation mode, without gradients.
-        """
+    def frozen_states(self, packed: PackedRows) -> FrozenStates:
+        """Of the model without its adapter, in evaluation mode, without gradients."""
 
     @abstractmethod
     def step_schedule(self) -> float:
@@ -96,15 +130,28 @@ class Engine(ABC):
         """Stream of (Hugging Face name, full tensor)."""
 
     @abstractmethod
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """The full tensors of the adapter, under peft's names; every rank must ask."""
+
+    @abstractmethod
     def load(self, folder: Path, contents: list[str]) -> None:
-        """Read back what `save` wrote, on this or another number of ranks."""
+        """Read back what `save` wrote, on this or another number of ranks, by any engine."""
 
     @abstractmethod
     def save(self, folder: Path, contents: list[str]) -> None:
         """Write model, optimiser and the rest of the state into the folder.
 
-        Every rank calls it, and has the complete folder when it returns.
+        Every rank calls it. When it returns, the weights may change; the folder is complete once
+        `wait_for_save` has returned on all ranks.
         """
+
+    @abstractmethod
+    def is_saved(self) -> bool:
+        """Whether the last `save` has written everything, so that `wait_for_save` need not wait."""
+
+    @abstractmethod
+    def wait_for_save(self) -> None:
+        """Return, or raise what went wrong, once the last `save` has written everything."""
 
     @abstractmethod
     def onload(self, optimizer: bool = False) -> None:
@@ -115,9 +162,7 @@ class Engine(ABC):
         """Send parameters and optimiser state to host memory where the config asks for it."""
 
 
-EngineFactory = Callable[
-    [nn.Module, torch.device, FSDPConfig, OptimizerConfig | None, float], Engine
-]
-"""(module, device, memory, optimiser or None for a frozen model, largest gradient norm)."""
+EngineFactory = Callable[[nn.Module, WeightSource | None, torch.device, EngineOptions], Engine]
+"""(module, where the values of its parameters come from if they are on the meta device, device)."""
 
 ENGINES: Registry[EngineFactory] = Registry("training strategy")

@@ -8,12 +8,17 @@ import math
 from collections.abc import Callable, Iterable
 from typing import cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from caldera.config import OptimizerConfig
 from caldera.errors import ConfigError
+
+FUSED_ON_SHARDS = ("Adam", "AdamW")
+"""Optimisers whose fused kernels take sharded parameters."""
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
@@ -26,6 +31,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
             f"optim.optimizer_impl={config.optimizer_impl!r}: {error}"
         ) from error
     takes = inspect.signature(cls).parameters
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     arguments = {
         "lr": config.lr,
         "betas": tuple(config.betas),
@@ -33,6 +39,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
         "fused": True,
     }
     arguments = {name: value for name, value in arguments.items() if name in takes}
+    if isinstance(trained[0], DTensor) and config.optimizer not in FUSED_ON_SHARDS:
+        arguments.pop("fused", None)
     extra = config.override_optimizer_config or {}
     unknown = sorted(set(extra) - set(takes))
     if unknown:
@@ -40,8 +48,27 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
             f"optim.override_optimizer_config: {config.optimizer} does not take "
             f"{', '.join(unknown)}; takes {', '.join(takes)}"
         )
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
     return cast(Optimizer, cls(trained, **{**arguments, **extra}))
+
+
+def step_if_finite(optimizer: Optimizer, norm: Tensor) -> None:
+    """Take an optimiser step, unless the gradient norm is infinite or no number.
+
+    Fused optimisers decide so on a GPU by themselves; with others, the host must wait and look.
+    """
+    is_bad = ~torch.isfinite(norm)
+    if _decides_itself(optimizer):
+        optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.found_inf  # type: ignore[attr-defined]
+    elif not bool(is_bad):
+        optimizer.step()
+
+
+def _decides_itself(optimizer: Optimizer) -> bool:
+    groups = optimizer.param_groups
+    plain = all(p.is_cuda and type(p.data) is Tensor for group in groups for p in group["params"])
+    return plain and all(group.get("fused") for group in groups)
 
 
 def build_schedule(optimizer: Optimizer, config: OptimizerConfig) -> LambdaLR:

@@ -1,8 +1,4 @@
-"""The files of an engine's checkpoint, under the names of a sharded one.
-
-Every rank holds the whole model, so rank 0 writes the one shard of it; what differs between ranks,
-the state of their random generators, each writes itself.
-"""
+"""What each rank writes for itself beside the weights: its random generators, the schedule."""
 
 from __future__ import annotations
 
@@ -14,14 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from caldera.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-
-WHOLE = "world_size_1_rank_0.pt"
-"""The end of the names of files that hold what all ranks have in common."""
 
 
 def extra_file(folder: Path, rank: int, ranks: int) -> Path:
@@ -52,13 +44,11 @@ def read_file(path: Path) -> Any:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
-def restore(part: nn.Module | torch.optim.Optimizer, path: Path) -> None:
-    """Give a part the state that the file holds."""
-    state = read_file(path)
-    try:
-        part.load_state_dict(state)
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{path} does not fit: {error}") from error
+def write_file(state: Any, path: Path) -> None:
+    """Write aside, then rename, so that a file is complete if it is there."""
+    unfinished = path.with_name(f".{path.name}.tmp")
+    torch.save(state, unfinished)
+    unfinished.replace(path)
 
 
 def rng_state() -> dict[str, Any]:

@@ -8,18 +8,17 @@ paged key/value cache for sampling. So no model is rewritten, and nothing is pat
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
 from inspect import signature
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from caldera.errors import UnsupportedError
+from caldera.models.transfer import send
 
 ATTENTION = "caldera"
 """The `attn_implementation` under which models are loaded."""
@@ -28,12 +27,18 @@ PADDING_WASTE = 2.0
 """Sequences are attended in one rectangle while it is at most this many times their tokens."""
 
 
+class AttentionLayer(Protocol):
+    """The attention module of a decoder layer."""
+
+    layer_idx: int
+
+
 class AttentionContext(Protocol):
     """How the tokens of one forward pass attend to each other."""
 
     def attend(
         self,
-        layer: int,
+        layer: AttentionLayer,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -48,7 +53,7 @@ class AttentionContext(Protocol):
 
 
 def _attention(
-    module: torch.nn.Module,
+    module: Any,
     query: Tensor,  # (1, Hq, T, D)
     key: Tensor,  # (1, Hkv, T, D)
     value: Tensor,
@@ -71,19 +76,15 @@ def _attention(
         feature = "attention soft-capping" if softcap is not None else "attention sinks"
         raise UnsupportedError(f"{type(module).__name__} needs {feature}, which is not supported")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
     # Under autocast, the rotary embedding has promoted query and key back to float32.
     rows = [x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)]
-    out = context.attend(layer, rows[0], rows[1], rows[2], scale, sliding_window)
+    out = context.attend(module, rows[0], rows[1], rows[2], scale, sliding_window)
     return out.unsqueeze(0), None  # (1, T, Hq, D)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The context knows who attends to whom, so transformers need not build a mask."""
-
-
+# The context knows who attends to whom. No mask function goes with the name: transformers then
+# builds none, nor looks at the positions for packed sequences, for which it would wait for a GPU.
 AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, _no_mask)
 
 
 def causal_sdpa(
@@ -103,15 +104,33 @@ def causal_sdpa(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
 
 
-@cache
-def flash_kernel() -> Callable[..., Any]:
-    """PyTorch's variable-length flash attention, in which query heads may share key heads."""
-    from torch.nn.attention.varlen import varlen_attn
+# Shared key heads always work, but releases that have this argument want them announced.
+_ANNOUNCED: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
-    # Shared key heads always work, but releases that have this argument want them announced.
-    if "enable_gqa" in signature(varlen_attn).parameters:
-        return partial(varlen_attn, enable_gqa=True)
-    return varlen_attn
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_queries: Tensor,
+    cu_keys: Tensor,
+    max_queries: int,
+    max_keys: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """PyTorch's variable-length flash attention, in which query heads may share key heads.
+
+    query (Tq, Hq, D), key and value (Tk, Hkv, D); cu_queries and cu_keys (S + 1,): where each
+    sequence begins. The last query of a sequence sees its last key.
+    """
+    reach = (-1, 0) if window is None else (window - 1, 0)
+    out = varlen_attn(
+        query.contiguous(), key.contiguous(), value.contiguous(), cu_queries, cu_keys,
+        max_queries, max_keys, scale=scale, window_size=reach, **_ANNOUNCED,
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out
 
 
 class PackedSequences:
@@ -126,14 +145,15 @@ class PackedSequences:
         self.lengths = lengths
         self.total = sum(lengths)
         self.max_length = max(lengths)
-        cumulative = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
-        self.cu_seqlens = cumulative.to(device=device, dtype=torch.int32)  # (S + 1,)
-        self.position_ids = torch.cat([torch.arange(n) for n in lengths])[None].to(device)  # (1, T)
+        cumulative = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+        self.cu_seqlens = send(cumulative, device)  # (S + 1,)
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        self.position_ids = send(positions[None], device)  # (1, T)
         self._rectangles: list[tuple[Tensor, Tensor, tuple[int, int]]] | None = None
 
     def attend(
         self,
-        layer: int,
+        layer: AttentionLayer,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -141,7 +161,17 @@ class PackedSequences:
         window: int | None,
     ) -> Tensor:
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            return self._attend_flash(query, key, value, scale, window)
+            starts, longest = self.cu_seqlens, self.max_length
+            return flash_attention(
+                query, key, value, starts, starts, longest, longest, scale, window
+            )
+        out: Tensor = self._attend_rectangles(query, key, value, scale, window)
+        return out
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the rectangles of each batch are different ones
+    def _attend_rectangles(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         if self._rectangles is None:
             self._rectangles = self._plan_rectangles(query.device)
         if len(self._rectangles) == 1 and self._rectangles[0][0].numel() == self.total:
@@ -160,24 +190,6 @@ class PackedSequences:
             parts.append(flat.index_select(0, kept))
             targets.append(gather.index_select(0, kept))
         return torch.empty_like(query).index_copy(0, torch.cat(targets), torch.cat(parts))
-
-    def _attend_flash(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        reach = (-1, 0) if window is None else (window - 1, 0)
-        out = flash_kernel()(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            self.cu_seqlens,
-            self.cu_seqlens,
-            self.max_length,
-            self.max_length,
-            scale=scale,
-            window_size=reach,
-        )
-        assert isinstance(out, Tensor)
-        return out
 
     def _plan_rectangles(
         self, device: torch.device

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -66,34 +67,48 @@ def promised_flops_by_name(device_name: str) -> float | None:
     return None
 
 
-def model_flops(
-    module: nn.Module, lengths: Sequence[int], head_tokens: int, training: bool
-) -> float | None:
-    """Operations of a forward pass over sequences of these lengths, or forward and backward.
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a model multiplies with each token; taken down before anybody shards it."""
 
-    None for what the formula above does not cover: mixtures of experts.
-    """
-    model = base_module(module)
-    matrices = [
-        parameter
-        for layer in model.base_model.modules()
-        if not isinstance(layer, nn.Embedding)
-        for parameter in layer.parameters(recurse=False)
-        if parameter.dim() > 1
-    ]
-    if any(matrix.dim() > 2 for matrix in matrices):
-        return None
-    trunk = sum(matrix.numel() * _passes(matrix, training) for matrix in matrices)
-    head = model.get_output_embeddings()
-    if head is None:  # a value head: one output, always trained
-        per_head_token = model.config.hidden_size * (3 if training else 1)
-    else:
-        per_head_token = head.weight.numel() * _passes(head.weight, training)
-    attention = 4 * _attended_width(model.config, lengths) * (3 if training else 1)
-    return float(2 * (trunk * sum(lengths) + per_head_token * head_tokens) + attention)
+    trunk: tuple[int, int]
+    """Products a token in a forward pass, and in forward and backward."""
+    head: tuple[int, int]
+    """The same of the head, for a token that it is applied to."""
+    config: PreTrainedConfig
+    is_known: bool
+    """Not so for mixtures of experts, which the formula above does not cover."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Arithmetic:
+        model = base_module(module)
+        matrices = [
+            parameter
+            for layer in model.base_model.modules()
+            if not isinstance(layer, nn.Embedding)
+            for parameter in layer.parameters(recurse=False)
+            if parameter.dim() > 1
+        ]
+        trunk = [sum(m.numel() * _passes(m, training) for m in matrices) for training in (0, 1)]
+        head = model.get_output_embeddings()
+        width = model.config.hidden_size
+        if head is None:  # a value head: one output, always trained
+            of_head = [width, 3 * width]
+        else:
+            of_head = [head.weight.numel() * _passes(head.weight, training) for training in (0, 1)]
+        is_known = all(matrix.dim() == 2 for matrix in matrices)
+        return cls((trunk[0], trunk[1]), (of_head[0], of_head[1]), model.config, is_known)
+
+    def flops(self, lengths: Sequence[int], head_tokens: int, training: bool) -> float | None:
+        """Operations of a forward pass over sequences of these lengths, or forward and backward."""
+        if not self.is_known:
+            return None
+        products = self.trunk[training] * sum(lengths) + self.head[training] * head_tokens
+        attention = 4 * _attended_width(self.config, lengths) * (3 if training else 1)
+        return float(2 * products + attention)
 
 
-def _passes(matrix: nn.Parameter, training: bool) -> int:
+def _passes(matrix: nn.Parameter, training: int) -> int:
     """Products with a matrix: forward, and backward that of its input and its own."""
     if not training:
         return 1

@@ -66,6 +66,6 @@ def language_logits(module: nn.Module, hidden: Tensor) -> Tensor:
 def value_scores(module: nn.Module, hidden: Tensor) -> Tensor:
     """Values (N,) of hidden states (N, H), in float32 or better, from a one-label classifier."""
     head = cast(nn.Module, base_module(module).score)
-    hidden = hidden.to(next(head.parameters()).dtype)  # it may be more precise than the trunk
+    hidden = hidden.to(cast(Tensor, head.weight).dtype)  # it may be more precise than the trunk
     values = cast(Tensor, head(hidden)).squeeze(-1)
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -22,10 +23,13 @@ from transformers.utils import logging as transformers_logging
 
 from caldera.config import ModelConfig
 from caldera.errors import ConfigError, UnsupportedError
-from caldera.models.attention import ATTENTION
+from caldera.models.adapters import VALUE_HEAD, merged_weights, plain_name, with_adapter
 from caldera.models.forward import base_module
+from caldera.models.fresh import WeightSource, fill
+from caldera.models.liger import apply_liger
+from caldera.models.pretrained import Loaded, Recipe, load_empty, load_whole
+from caldera.storage import local_path
 
-VALUE_HEAD = "score"
 DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -43,27 +47,59 @@ class ModelSource(Protocol):
     override_config: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Built:
+    """A module and, where its parameters are on the meta device, the source of their values."""
+
+    module: nn.Module
+    source: WeightSource | None
+
+
 def load_policy(config: ModelConfig, dtype: torch.dtype, seed: int, key: str) -> nn.Module:
     """A causal language model, with an adapter when the config asks for one."""
-    model, _ = _load(AutoModelForCausalLM, config, dtype, seed, key)
-    return _with_adapter(model, config, "CAUSAL_LM", seed, key)
+    return build_policy(config, dtype, seed, key).module
 
 
 def load_value_model(config: ModelConfig, dtype: torch.dtype, seed: int, key: str) -> nn.Module:
     """A token classifier of one label, whose head starts at small random values."""
-    with _quiet_transformers():  # which would report at length that the head is not in the files
-        model, _ = _load(AutoModelForTokenClassification, config, dtype, seed, key, num_labels=1)
-    return _with_adapter(model, config, "TOKEN_CLS", seed, key)
+    return build_value_model(config, dtype, seed, key).module
 
 
 def load_reward_model(config: ModelSource, dtype: torch.dtype, key: str) -> PreTrainedModel:
     """A sequence classifier of one label, with the head that it was trained with."""
+    return cast(PreTrainedModel, build_reward_model(config, dtype, key).module)
+
+
+def build_policy(
+    config: ModelConfig, dtype: torch.dtype, seed: int, key: str, empty: bool = False
+) -> Built:
+    """What `load_policy` loads, without values if it is to be `empty`."""
+    loaded = _load(AutoModelForCausalLM, config, dtype, seed, key, empty)
+    return _built(loaded, config, "CAUSAL_LM", seed, key, empty)
+
+
+def build_value_model(
+    config: ModelConfig, dtype: torch.dtype, seed: int, key: str, empty: bool = False
+) -> Built:
+    """What `load_value_model` loads, without values if it is to be `empty`."""
+    with _quiet_transformers():  # which would report at length that the head is not in the files
+        loaded = _load(
+            AutoModelForTokenClassification, config, dtype, seed, key, empty, num_labels=1
+        )
+    return _built(loaded, config, "TOKEN_CLS", seed, key, empty)
+
+
+def build_reward_model(
+    config: ModelSource, dtype: torch.dtype, key: str, empty: bool = False
+) -> Built:
+    """What `load_reward_model` loads, without values if it is to be `empty`."""
     with _quiet_transformers():  # what is missing is told below
-        model, missing = _load(AutoModelForSequenceClassification, config, dtype, 0, key)
-    if missing:
+        loaded = _load(AutoModelForSequenceClassification, config, dtype, 0, key, empty)
+    model = loaded.model
+    if loaded.missing:
         raise ConfigError(
             f"{key}.path={config.path!r} is no trained reward model: its files lack "
-            f"{', '.join(missing)}"
+            f"{', '.join(loaded.missing)}"
         )
     if model.config.num_labels != 1:
         raise ConfigError(
@@ -75,7 +111,7 @@ def load_reward_model(config: ModelSource, dtype: torch.dtype, key: str) -> PreT
             f"{key}.path={config.path!r}: {type(model).__name__} has no head named {VALUE_HEAD!r}"
         )
     getattr(model, VALUE_HEAD).float()  # in bfloat16 a score would have three digits
-    return model
+    return Built(model, WeightSource(model, loaded.readers) if empty else None)
 
 
 def enable_checkpointing(module: nn.Module) -> None:
@@ -86,50 +122,58 @@ def enable_checkpointing(module: nn.Module) -> None:
         model.enable_input_require_grads()
 
 
-def exported_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of every parameter, adapters merged."""
+def exported_weights(
+    module: nn.Module,
+    whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    state: Mapping[str, Tensor] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of every parameter, adapters merged, one at a time.
+
+    `state` has the tensors under the module's names where its own state dict would not do, and
+    `whole` makes one of them whole where it is sharded; every rank calls it in the same order.
+    """
     model = base_module(module)
-    if model is module:
-        yield from module.state_dict().items()
+    state = model.state_dict() if state is None else state
+    if model is not module:
+        yield from merged_weights(model, state, whole)
         return
-    deltas = {
-        f"{name}.base_layer.weight": layer
-        for name, layer in model.named_modules()
-        if hasattr(layer, "get_delta_weight")
-    }
-    for name, tensor in model.state_dict().items():
-        if ".lora_" in name or ".original_module." in name:
-            continue
-        layer = cast(Any, deltas.get(name))
-        merged = tensor if layer is None else tensor + layer.get_delta_weight("default").to(tensor)
-        yield name.replace(".base_layer.", ".").replace(".modules_to_save.default.", "."), merged
+    for name, tensor in state.items():
+        yield name, whole(tensor)
 
 
-def save_pretrained(module: nn.Module, folder: Path) -> None:
-    """A Hugging Face folder with weights, adapters merged."""
-    state = {name: tensor.detach().cpu() for name, tensor in exported_weights(module)}
-    base_module(module).save_pretrained(folder, state_dict=state)
+def save_pretrained(
+    module: nn.Module, folder: Path, weights: Iterable[tuple[str, Tensor]] | None = None
+) -> None:
+    """A Hugging Face folder with weights, adapters merged.
+
+    `weights` are those of `exported_weights`, to be given where the module is sharded. Ranks that
+    do not write have to go through theirs as well.
+    """
+    model = base_module(module)
+    weights = exported_weights(module) if weights is None else weights
+    state = {name: tensor.detach().cpu() for name, tensor in weights}
+    for name, source in model.all_tied_weights_keys.items():
+        if name in state and source in state and torch.equal(state[name], state[source]):
+            state[name] = state[source]  # one memory for both, so that one of them is written
+    model.save_pretrained(folder, state_dict=state)
 
 
 def _load(
-    factory: Any, config: ModelSource, dtype: torch.dtype, seed: int, key: str, **extra: Any
-) -> tuple[PreTrainedModel, list[str]]:
-    """The model, and the names of the parameters that are fresh: its files lack them."""
+    factory: Any, config: ModelSource, dtype: torch.dtype, seed: int, key: str, empty: bool,
+    **extra: Any,
+) -> Loaded:  # fmt: skip
     import_external(config, key)
-    folder = Path(config.path or "").expanduser()
+    folder = Path(local_path(config.path or "", f"{key}.path")).expanduser()
     if folder.is_absolute() and not folder.is_dir():
         raise ConfigError(f"{key}.path={config.path!r}: there is no such folder")
-    options = {"trust_remote_code": config.trust_remote_code}
+    remote = config.trust_remote_code
     try:
         model_config, unused = AutoConfig.from_pretrained(
-            str(folder), return_unused_kwargs=True, **options, **config.override_config, **extra
-        )
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            model, told = factory.from_pretrained(
-                str(folder), config=model_config, dtype=dtype, attn_implementation=ATTENTION,
-                output_loading_info=True, **options,
-            )  # fmt: skip
+            str(folder), return_unused_kwargs=True, trust_remote_code=remote,
+            **config.override_config, **extra,
+        )  # fmt: skip
+        recipe = Recipe(factory, str(folder), model_config, dtype, seed, remote)
+        loaded = load_empty(recipe) if empty else load_whole(recipe)
     except (OSError, ValueError, SafetensorError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(
@@ -138,7 +182,24 @@ def _load(
     if unused:
         names = ", ".join(unused)
         raise ConfigError(f"{key}.override_config: the model's config has no {names}")
-    return cast(PreTrainedModel, model), sorted(told["missing_keys"])
+    return loaded
+
+
+def _built(
+    loaded: Loaded, config: ModelConfig, task: str, seed: int, key: str, empty: bool
+) -> Built:
+    """The model with the kernels and the adapter that the config asks for."""
+    module: nn.Module = loaded.model
+    readers = loaded.readers
+    if config.use_liger:
+        apply_liger(module, key)
+    if config.has_adapter:
+        module, own = with_adapter(loaded.model, config, task, seed, key, empty)
+        if not empty:
+            fill(module, own)
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        readers = own | {n: readers[plain_name(n)] for n in names if empty and n not in own}
+    return Built(module, WeightSource(module, readers) if empty else None)
 
 
 @contextmanager
@@ -158,40 +219,3 @@ def import_external(config: ModelSource, key: str) -> None:
             importlib.import_module(name)
         except ImportError as error:
             raise ConfigError(f"{key}.external_lib: cannot import {name!r}: {error}") from error
-
-
-def _with_adapter(
-    model: PreTrainedModel, config: ModelConfig, task: str, seed: int, key: str
-) -> nn.Module:
-    if config.lora_rank == 0:
-        return model
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(
-            f"{key}.lora_rank={config.lora_rank} needs peft: pip install 'caldera[lora]'"
-        ) from error
-    lora = peft.LoraConfig(
-        task_type=task,
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        target_modules=config.target_modules,
-        exclude_modules=_excluded(config.exclude_modules, task),
-        bias="none",
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        try:
-            return cast(nn.Module, peft.get_peft_model(model, lora))
-        except ValueError as error:
-            first = str(error).splitlines()[0]
-            raise ConfigError(f"{key}.target_modules={config.target_modules!r}: {first}") from error
-
-
-def _excluded(modules: Any, task: str) -> Any:
-    """A value head is trained whole, which peft takes for granted, so it gets no adapter."""
-    if task != "TOKEN_CLS":
-        return modules
-    if isinstance(modules, str):
-        return f"(?:{modules})|(?:{VALUE_HEAD})"
-    return [*(modules or []), VALUE_HEAD]

@@ -16,7 +16,7 @@ from caldera.errors import CalderaError, DataError, RewardError
 from caldera.protocol import DataProto
 from caldera.registry import Registry
 from caldera.reward.custom import ScoreFunction, await_all
-from caldera.reward_score import default_compute_score
+from caldera.reward.default import score_by_data_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,7 +115,7 @@ class NaiveRewardManager:
     ) -> None:
         self.tokenizer = tokenizer
         self.num_examine = num_examine
-        self.compute_score = compute_score or default_compute_score
+        self.compute_score = compute_score or score_by_data_source
         self.reward_fn_key = reward_fn_key
         self.reward_kwargs = reward_kwargs
 

@@ -15,13 +15,14 @@ from caldera.reward_score import (
     qa_em_format,
 )
 from caldera.reward_score.code_tests import Program, ProgramResult, RunTests
-from caldera.reward_score.routing import SCORERS, default_compute_score, register_scorer
+from caldera.reward_score.routing import SCORERS, Score, default_compute_score, register_scorer
 
 __all__ = [
     "SCORERS",
     "Program",
     "ProgramResult",
     "RunTests",
+    "Score",
     "arithmetic",
     "default_compute_score",
     "geo3k",

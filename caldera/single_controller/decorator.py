@@ -67,8 +67,8 @@ class Execute(Enum):
     RANK_ZERO = auto()
 
 
-DispatchMode: TypeAlias = Dispatch | Mapping[str, Callable[..., Any]]
-"""A mode, or {"dispatch_fn": ..., "collect_fn": ...}."""
+DispatchMode: TypeAlias = Dispatch | Mapping[str, Any]
+"""A mode, or {"dispatch_fn": ..., "collect_fn": ...}, and "mesh_name" if it deals by a mesh."""
 
 
 @dataclass(frozen=True)

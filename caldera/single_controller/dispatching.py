@@ -176,7 +176,7 @@ def _unpad_after(
 # ---- meshes
 
 
-def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Any]:
     """A mode for workers that share their rows with peers, such as those of tensor parallelism.
 
     Each worker says with `_register_dispatch_collect_info` which part of a batch it takes, and
@@ -201,7 +201,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[
         by_part = {part: answer for part, is_wanted, answer in found if is_wanted}
         return collect_rows(group, [by_part[part] for part in sorted(by_part)])
 
-    return {"dispatch_fn": dispatch, "collect_fn": collect}
+    return {"dispatch_fn": dispatch, "collect_fn": collect, "mesh_name": mesh_name}
 
 
 for _mode, _dispatch_fn, _collect_fn in (

@@ -155,7 +155,7 @@ def _start(settings: RankSettings, make_worker: Callable[[], Worker]) -> Worker:
     if on_gpu:
         torch.cuda.set_device(0)  # the only one that this process sees
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=store,
         rank=settings.rank,
         world_size=settings.world_size,

@@ -171,7 +171,7 @@ class RankActor:
             torch.set_num_threads(max(1, cores // int(environment["LOCAL_WORLD_SIZE"])))
             _choose_interface()
         dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=store, rank=self.rank, world_size=settings.world_size,
             timeout=timedelta(seconds=settings.timeout_s),
         )  # fmt: skip

@@ -190,6 +190,14 @@ class WorkerGroup(ABC):
         """Whether each rank's answer is collected on a mesh; the workers are asked once."""
         return self._asked("_query_collect_info", mesh_name)
 
+    def parts(self, method_name: str) -> int:
+        """Into how many parts the rows of a batch are cut for a method."""
+        mode = self._methods[method_name].dispatch_mode
+        mesh_name = None if isinstance(mode, Dispatch) else mode.get("mesh_name")
+        if mesh_name is None:
+            return self.world_size
+        return max(self.dispatch_info(mesh_name)) + 1
+
     def _asked(self, method_name: str, mesh_name: str) -> list[Any]:
         key = method_name, mesh_name
         if key not in self._mesh_info:

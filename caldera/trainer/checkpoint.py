@@ -1,25 +1,44 @@
-"""Checkpoint folders: written aside and renamed, found again, pruned.
+"""Checkpoint folders: written aside and renamed, found again, pruned, copied to a store.
 
-{root}/latest_checkpointed_iteration.txt     the newest complete step
-{root}/global_step_{N}/actor, critic, data.pt, trainer_state.json
+A save has two halves. `begin` has everybody write into `.partial_global_step_N`; `complete`, once
+all have written, makes a checkpoint of it. Until then the last one counts.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
-import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from caldera.config import TrainerConfig
 from caldera.errors import CheckpointError, ConfigError
+from caldera.storage import is_fetched, is_url, shown_url
 from caldera.tracking.dumps import write_text_atomic
+from caldera.trainer.checkpoint_layout import (
+    ROLES,
+    TRACKER,
+    expired_roles,
+    is_step_folder,
+    step_folder,
+    step_of,
+    tells_step,
+)
 
-TRACKER = "latest_checkpointed_iteration.txt"
-_STEP_FOLDER = re.compile(r"global_step_(\d+)$")
+if TYPE_CHECKING:
+    from caldera.trainer.checkpoint_uploads import CheckpointUploads
+    from caldera.trainer.remote_checkpoints import RemoteCheckpoints
+
+__all__ = ["TRACKER", "CheckpointFolder", "read_part", "step_of"]
+
+logger = logging.getLogger(__name__)
+
+FETCHED = ".fetched"
+"""Where checkpoints come to that are downloaded: all nodes of a run see this folder."""
 
 T = TypeVar("T")
 
@@ -28,10 +47,30 @@ class CheckpointFolder:
     """The checkpoints of one run."""
 
     def __init__(self, config: TrainerConfig) -> None:
+        _check_places(config)
         self._config = config
         self.root = Path(config.default_local_dir).expanduser()
-        self.has_saved = False
+        self.in_flight: int | None = None
+        """The step of a save that has begun, and is not complete."""
+        self._saved: int | None = None
+        """The newest step that this process has saved."""
+        self._remote: RemoteCheckpoints | None = None
+        self._remote_step: int | None = None
+        """The newest step that was found there."""
+        self._missing_there: int | None = None
+        """A step that is here and that an earlier process could not upload."""
+        self._uploads: CheckpointUploads | None = None
+        if config.default_hdfs_dir is not None:
+            from caldera.trainer.checkpoint_uploads import CheckpointUploads
+            from caldera.trainer.remote_checkpoints import RemoteCheckpoints
+
+            self._remote = RemoteCheckpoints(config)
+            self._uploads = CheckpointUploads(self._remote, self.root)
+
+    @property
+    def has_saved(self) -> bool:
         """Whether this process has written one, so that `auto` would find its own."""
+        return self._saved is not None
 
     def create(self) -> None:
         """Make the run's folder; a run that starts anew forgets what it could go on from."""
@@ -41,80 +80,170 @@ class CheckpointFolder:
             raise ConfigError(
                 f"trainer.default_local_dir={str(self.root)!r}: no such folder can be made: {error}"
             ) from error
-        if self._config.resume_mode == "disable":
+        starts_anew = self._config.resume_mode == "disable"
+        if starts_anew:
             (self.root / TRACKER).unlink(missing_ok=True)
+        if self._remote is not None:
+            self._try_remote(self._remote.check_writable, "cannot be written")
+            if starts_anew:
+                self._try_remote(self._remote.forget, f"{TRACKER} cannot be removed")
+
+    # ---- saving
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
         """Call `write` on a folder that becomes `global_step_{step}` once it is complete."""
-        partial = self.root / f".partial_global_step_{step}"
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while writing
+        self.begin(step, write)
+        self.complete()
+
+    def begin(self, step: int, write: Callable[[Path], None]) -> None:
+        """Call `write` on a folder; others may go on writing into it after that has returned."""
+        assert self.in_flight is None, "one save at a time"
+        partial = self._emptied_partial(step)
         partial.mkdir(parents=True)
         write(partial)
-        _flush(partial)
-        final = self.root / f"global_step_{step}"
-        if final.exists():  # a resumed run reaches the same step again
-            replaced = self.root / f".replaced_global_step_{step}"
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)
-        partial.rename(final)
-        write_text_atomic(self.root / TRACKER, [str(step)])
-        self.has_saved = True
-        shutil.rmtree(self.root / f".replaced_global_step_{step}", ignore_errors=True)
+        self.in_flight = step
+
+    def complete(self) -> None:
+        """Make a checkpoint of what was written since `begin`: all have written."""
+        assert self.in_flight is not None, "no save has begun"
+        step, self.in_flight = self.in_flight, None
+        self._publish(step)
+        self._saved = step
         self._prune(step)
+        if self._uploads is not None:
+            self._uploads.add(step)
+
+    def metrics(self) -> dict[str, float]:
+        """What a save is to be logged with, beside the time that it took."""
+        return {} if self._uploads is None else {"checkpoint/failed_uploads": self._uploads.failed}
+
+    def close(self) -> None:
+        """Wait for what is being uploaded, unless that stands still."""
+        if self._uploads is not None:
+            self._uploads.wait()
+            if self._saved is not None:  # what was spared because it was being uploaded
+                self._prune(self._saved)
+
+    # ---- resuming
 
     def to_resume(self) -> Path | None:
         """The folder to go on from, by `trainer.resume_mode`."""
         if self._config.resume_mode == "disable":
             return None
         if self._config.resume_mode == "resume_path":
-            return self._given(Path(str(self._config.resume_from_path)).expanduser())
+            return self._given(str(self._config.resume_from_path))
+        if self._remote is None:
+            return self._local_newest(must_exist=True)
+        there = self._remote_step = self._try_remote(self._remote.newest, "cannot be read")
+        local = self._local_newest(must_exist=there is None)
+        if there is not None and (local is None or step_of(local) < there):
+            return self._downloaded(there, self._remote)
+        if local is not None and step_of(local) != there:
+            self._missing_there = step_of(local)
+        return local
+
+    def loaded(self, folder: Path) -> None:
+        """Say that a checkpoint has been read.
+
+        One that the store lacks is uploaded from now on; the local copy of one that it has is
+        deleted, where the config says so.
+        """
+        if self._uploads is not None and self._missing_there is not None:
+            self._uploads.add(self._missing_there)
+        if not self._config.del_local_ckpt_after_load:
+            return
+        if folder.is_relative_to(self.root / FETCHED):
+            shutil.rmtree(self.root / FETCHED)
+        elif folder.parent == self.root and step_of(folder) == self._remote_step:
+            (self.root / TRACKER).unlink(missing_ok=True)
+            shutil.rmtree(folder)
+
+    def _given(self, path: str) -> Path:
+        key = "trainer.resume_from_path"
+        if is_fetched(path):
+            if not tells_step(path.rstrip("/")):
+                raise CheckpointError(f"{key}={shown_url(path)!r} is not named global_step_N")
+            from caldera.storage.fetching import fetch
+
+            return fetch(path, key, self.root / FETCHED)
+        folder = Path(path.removeprefix("file://")).expanduser()
+        if not folder.is_dir() or not tells_step(folder.name):
+            raise CheckpointError(
+                f"{key}={str(folder)!r} is not an existing folder named global_step_N"
+            )
+        return folder
+
+    def _local_newest(self, must_exist: bool) -> Path | None:
+        """The folder that the tracker names; one that is not there may be an error."""
         tracker = self.root / TRACKER
         if not tracker.is_file():
             return None
         text = tracker.read_text().strip()
         folder = self.root / f"global_step_{text}"
         replaced = self.root / f".replaced_global_step_{text}"
-        if replaced.is_dir() and not folder.exists():  # killed between the two renames of `save`
+        if replaced.is_dir() and not folder.exists():  # killed between two renames of `_publish`
             replaced.rename(folder)
-        if not text.isdigit() or not folder.is_dir():
+        if text.isdigit() and folder.is_dir():
+            return folder
+        if must_exist:
             raise CheckpointError(
                 f"{tracker} says {text!r}, but there is no folder {folder}; "
                 "trainer.resume_mode=disable starts anew"
             )
-        return folder
+        return None
 
-    def _given(self, folder: Path) -> Path:
-        if not folder.is_dir() or not _STEP_FOLDER.search(folder.name):
-            raise CheckpointError(
-                f"trainer.resume_from_path={str(folder)!r} is not an existing folder "
-                "named global_step_N"
-            )
-        return folder
+    def _downloaded(self, step: int, remote: RemoteCheckpoints) -> Path:
+        fetched = remote.download(step, self.root / FETCHED)
+        fetched.rename(self._emptied_partial(step))
+        self._publish(step)
+        shutil.rmtree(self.root / FETCHED)
+        logger.info("going on from %s of %s", step_folder(step), remote.shown)
+        return self.root / step_folder(step)
+
+    def _try_remote(self, work: Callable[[], T], what: str) -> T | None:
+        """A store that fails is an error, unless there is a local checkpoint to go on from."""
+        try:
+            return work()
+        except OSError as error:
+            from caldera.storage.transfer import reason_of
+
+            assert self._remote is not None
+            said = f"{self._remote.told}: {what}: {reason_of(error)}"
+            if not (self.root / TRACKER).is_file():
+                raise ConfigError(said) from error
+            logger.warning("%s; going on from the local checkpoint", said)
+            return None
+
+    # ---- folders
+
+    def _emptied_partial(self, step: int) -> Path:
+        """Where a step is written before it is complete; of a killed process nothing is left."""
+        partial = self.root / f".partial_global_step_{step}"
+        shutil.rmtree(partial, ignore_errors=True)
+        return partial
+
+    def _publish(self, step: int) -> None:
+        partial, final = self.root / f".partial_global_step_{step}", self.root / step_folder(step)
+        replaced = self.root / f".replaced_global_step_{step}"
+        _flush(partial)
+        if final.exists():  # a resumed run reaches the same step again
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        partial.rename(final)
+        write_text_atomic(self.root / TRACKER, [str(step)])
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self, newest: int) -> None:
-        """Remove roles of checkpoints beyond the number to keep, then empty checkpoints.
-
-        Checkpoints of later steps belong to a run that this one has gone back behind: they count
-        as older than the one just saved.
-        """
-        folders = [path for path in self.root.iterdir() if _STEP_FOLDER.match(path.name)]
-        folders.sort(key=lambda path: (step_of(path) <= newest, step_of(path)))
-        for role, keep in (
-            ("actor", self._config.max_actor_ckpt_to_keep),
-            ("critic", self._config.max_critic_ckpt_to_keep),
-        ):
-            for path in folders[: -keep if keep else 0]:
-                shutil.rmtree(path / role, ignore_errors=True)
-        for path in folders:
-            if not (path / "actor").exists() and not (path / "critic").exists():
-                shutil.rmtree(path)
-
-
-def step_of(folder: Path) -> int:
-    """The step that a checkpoint folder's name tells."""
-    match = _STEP_FOLDER.search(folder.name)
-    assert match is not None, folder
-    return int(match[1])
+        """Remove roles of checkpoints beyond the number to keep, then empty checkpoints."""
+        with self._uploads.holding() if self._uploads else nullcontext() as uploading:
+            steps = [step_of(path) for path in self.root.iterdir() if is_step_folder(path.name)]
+            idle = [step for step in steps if step != uploading]
+            for step, role in expired_roles(steps, newest, self._config):
+                if step in idle:
+                    shutil.rmtree(self.root / step_folder(step) / role, ignore_errors=True)
+            for folder in (self.root / step_folder(step) for step in idle):
+                if not any((folder / role).exists() for role in ROLES):
+                    shutil.rmtree(folder)
 
 
 def read_part(path: Path, read: Callable[[Path], T]) -> T:
@@ -125,6 +254,28 @@ def read_part(path: Path, read: Callable[[Path], T]) -> T:
         raise CheckpointError(
             f"{path} cannot be read, the checkpoint is incomplete or damaged: {error}"
         ) from error
+
+
+def _check_places(config: TrainerConfig) -> None:
+    if is_url(config.default_local_dir):
+        raise ConfigError(
+            f"trainer.default_local_dir={shown_url(config.default_local_dir)!r}: takes a local "
+            "folder; trainer.default_hdfs_dir is the URL that checkpoints are copied to"
+        )
+    root = Path(config.default_local_dir).expanduser().resolve()
+    there = config.default_hdfs_dir or ""
+    if there.startswith("file://") and Path(there.removeprefix("file://")).resolve() == root:
+        raise ConfigError(
+            f"trainer.default_hdfs_dir={there!r}: is trainer.default_local_dir itself; takes "
+            "another folder"
+        )
+    given = config.resume_from_path if config.resume_mode == "resume_path" else None
+    has_copy = config.default_hdfs_dir is not None or is_fetched(given or "")
+    if config.del_local_ckpt_after_load and not has_copy:
+        raise ConfigError(
+            "trainer.del_local_ckpt_after_load=True needs trainer.default_hdfs_dir or a URL as "
+            "trainer.resume_from_path: without a copy there the only checkpoint would be deleted"
+        )
 
 
 def _flush(folder: Path) -> None:

@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from caldera.config import ActorRolloutRefConfig, RefConfig, RolloutConfig
-from caldera.engine import Engine, OutputName, Outputs
+from caldera.config import ActorRolloutRefConfig, FSDPConfig, RefConfig, RolloutConfig
+from caldera.engine import Engine, EngineOptions, OutputName, Outputs
+from caldera.errors import ConfigError
 from caldera.models.forward import base_module, without_adapter
-from caldera.models.loading import DTYPES, load_policy
+from caldera.models.loading import DTYPES, Built, build_policy, load_policy
 from caldera.protocol import DataProto
 from caldera.rollout import ROLLOUTS, Rollout
 from caldera.rollout.batch import completions_to_batch, requests_from_batch
-from caldera.single_controller import Dispatch, Worker, register
+from caldera.single_controller import (
+    Dispatch,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+from caldera.workers.building import build_engine, compiles, register_mesh, save_role
 from caldera.workers.inputs import MASKED_ANSWERS, POLICY_LOSS, PROMPTS
 from caldera.workers.losses import policy_loss
 from caldera.workers.phases import mfu_timer, on_device
 from caldera.workers.plans import log_prob_plan, update_plan
-from caldera.workers.saving import build_engine, save_role
 from caldera.workers.sharding_manager import ShardingManager
 from caldera.workers.updates import train_epochs
 
 logger = logging.getLogger(__name__)
 
 MODEL_KEY = "actor_rollout_ref.model"
+ON_ACTOR = make_nd_compute_dataproto_dispatch_fn("actor")
+"""Rows go to ranks as the actor's engine lays them out; the reference is laid out alike."""
 
 
 class ActorRolloutRefWorker(Worker):
@@ -44,11 +54,14 @@ class ActorRolloutRefWorker(Worker):
         """Load the weights, build the engine, the sampler and the reference."""
         model, actor = self.config.model, self.config.actor
         memory = actor.fsdp_config
-        module = load_policy(model, DTYPES[memory.model_dtype], memory.seed, MODEL_KEY)
-        self.actor = build_engine(
-            actor.strategy, module, self.device, memory, actor.optim, actor.grad_clip,
-            model.enable_gradient_checkpointing,
+        options = EngineOptions(
+            memory, actor.optim, actor.grad_clip, actor.ulysses_sequence_parallel_size,
+            model.enable_gradient_checkpointing, model.enable_activation_offload,
+            compiles(self.device, actor.use_torch_compile, memory.use_torch_compile),
+            actor.checkpoint,
         )  # fmt: skip
+        self.actor = build_engine(actor.strategy, self._policy(memory), self.device, options)
+        register_mesh(self, "actor", self.actor)
         self._warn_of_length()
         self.rollout = self._build_rollout()
         self.reference = self._build_reference()
@@ -69,7 +82,7 @@ class ActorRolloutRefWorker(Worker):
             config.calculate_log_probs,
         )  # fmt: skip
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=MASKED_ANSWERS)
+    @register(dispatch_mode=ON_ACTOR, needs=MASKED_ANSWERS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Adds old_log_probs and entropys, and where the config asks for it sum_pi_squared."""
         keys: dict[OutputName, str] = {"log_probs": "old_log_probs", "entropy": "entropys"}
@@ -79,7 +92,7 @@ class ActorRolloutRefWorker(Worker):
         tensors = {key: outputs[name] for name, key in keys.items()}
         return DataProto.from_dict(tensors, meta_info={"metrics": mfu})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=MASKED_ANSWERS)
+    @register(dispatch_mode=ON_ACTOR, needs=MASKED_ANSWERS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Adds ref_log_prob, and full_kl, that of the actor as it is now, if meta_info asks so."""
         assert self.reference is not None, "this worker's role has no reference"
@@ -91,7 +104,7 @@ class ActorRolloutRefWorker(Worker):
             tensors["full_kl"] = outputs["full_kl"]
         return DataProto.from_dict(tensors)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=(*MASKED_ANSWERS, *POLICY_LOSS))
+    @register(dispatch_mode=ON_ACTOR, needs=(*MASKED_ANSWERS, *POLICY_LOSS))
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on the batch; returns metrics alone."""
         actor = self.config.actor
@@ -120,6 +133,16 @@ class ActorRolloutRefWorker(Worker):
             save_role(self.actor, folder, self.config.actor.checkpoint, self.config.model)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self) -> bool:
+        """Whether everything that `save_checkpoint` has to write is written."""
+        return self.actor.is_saved()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wait_for_checkpoint(self) -> None:
+        """Return once it is."""
+        self.actor.wait_for_save()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: Path) -> None:
         """Read the actor back."""
         with on_device(self.actor, optimizer=True):
@@ -139,8 +162,9 @@ class ActorRolloutRefWorker(Worker):
         config, memory = self.config.rollout, self.config.actor.fsdp_config
         module = self.actor.module
         dtype = DTYPES[config.dtype or memory.model_dtype]
-        if dtype != DTYPES[memory.model_dtype]:
-            plain = replace(self.config.model, lora_rank=0)  # adapters come over merged
+        if not self.actor.is_whole or dtype != DTYPES[memory.model_dtype]:
+            # adapters come over merged
+            plain = replace(self.config.model, lora_rank=0, lora_adapter_path=None)
             module = load_policy(plain, dtype, memory.seed, MODEL_KEY).to(self.device)
         return ROLLOUTS[config.name or "native"](config, module, self.device)
 
@@ -148,14 +172,27 @@ class ActorRolloutRefWorker(Worker):
         """With an adapter it is the actor itself, to be run without it."""
         if not self._with_reference:
             return None
-        if self.config.model.lora_rank > 0:
+        if self.config.model.has_adapter:
             return self.actor
         ref = self.config.ref
-        dtype = DTYPES[ref.fsdp_config.model_dtype]
-        module = load_policy(self.config.model, dtype, ref.fsdp_config.seed, MODEL_KEY)
-        engine = build_engine(ref.strategy, module, self.device, ref.fsdp_config)
+        memory = ref.fsdp_config
+        options = EngineOptions(
+            memory, sequence_parallel=ref.ulysses_sequence_parallel_size,
+            compiles=compiles(self.device, ref.use_torch_compile, memory.use_torch_compile),
+        )  # fmt: skip
+        engine = build_engine(ref.strategy, self._policy(memory), self.device, options)
+        if engine.dp_size != self.actor.dp_size:
+            raise ConfigError(
+                f"actor_rollout_ref.ref.strategy={ref.strategy}: the reference would get the rows "
+                f"of {engine.dp_size} ranks, the actor those of {self.actor.dp_size}; they share "
+                "tokens and matrices over as many ranks"
+            )
         engine.offload()
         return engine
+
+    def _policy(self, memory: FSDPConfig) -> Callable[[bool], Built]:
+        dtype = DTYPES[memory.model_dtype]
+        return partial(build_policy, self.config.model, dtype, memory.seed, MODEL_KEY)
 
     def _infer(
         self, engine: Engine, data: DataProto, config: RolloutConfig | RefConfig,
@@ -164,7 +201,7 @@ class ActorRolloutRefWorker(Worker):
         plan = log_prob_plan(config, outputs, self.config.rollout.temperature, self.reference)
         with (
             on_device(engine, plan.reference),
-            mfu_timer("actor_infer", engine.module, data) as mfu,
+            mfu_timer("actor_infer", engine, data) as mfu,
         ):
             return engine.infer(data, plan), mfu
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from caldera.config import CriticConfig
-from caldera.engine import ForwardPlan
-from caldera.models.loading import DTYPES, load_value_model
+from caldera.engine import EngineOptions, ForwardPlan
+from caldera.models.loading import DTYPES, build_value_model
 from caldera.protocol import DataProto
-from caldera.single_controller import Dispatch, Worker, register
+from caldera.single_controller import (
+    Dispatch,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+from caldera.workers.building import build_engine, compiles, register_mesh, save_role
 from caldera.workers.inputs import MASKED_ANSWERS, VALUE_LOSS
 from caldera.workers.losses import value_loss
 from caldera.workers.phases import on_device
-from caldera.workers.saving import build_engine, save_role
 from caldera.workers.updates import train_epochs
+
+ON_CRITIC = make_nd_compute_dataproto_dispatch_fn("critic")
 
 
 class CriticWorker(Worker):
@@ -29,16 +37,19 @@ class CriticWorker(Worker):
     def init_model(self) -> None:
         """Load the weights and build the engine."""
         config = self.config
-        memory = config.model.fsdp_config
+        model, memory = config.model, config.model.fsdp_config
         dtype = DTYPES[memory.model_dtype]
-        module = load_value_model(config.model, dtype, memory.seed, "critic.model")
-        self.engine = build_engine(
-            config.strategy, module, self.device, memory, config.optim, config.grad_clip,
-            config.model.enable_gradient_checkpointing,
+        options = EngineOptions(
+            memory, config.optim, config.grad_clip, config.ulysses_sequence_parallel_size,
+            model.enable_gradient_checkpointing, model.enable_activation_offload,
+            compiles(self.device, memory.use_torch_compile), config.checkpoint,
         )  # fmt: skip
+        build = partial(build_value_model, model, dtype, memory.seed, "critic.model")
+        self.engine = build_engine(config.strategy, build, self.device, options)
+        register_mesh(self, "critic", self.engine)
         self.engine.offload()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=MASKED_ANSWERS)
+    @register(dispatch_mode=ON_CRITIC, needs=MASKED_ANSWERS)
     def compute_values(self, data: DataProto) -> DataProto:
         """Adds values."""
         config = self.config
@@ -50,7 +61,7 @@ class CriticWorker(Worker):
             values = self.engine.infer(data, plan)["values"]
         return DataProto.from_dict({"values": values})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=(*MASKED_ANSWERS, *VALUE_LOSS))
+    @register(dispatch_mode=ON_CRITIC, needs=(*MASKED_ANSWERS, *VALUE_LOSS))
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on the batch; returns metrics alone."""
         config = self.config
@@ -71,6 +82,16 @@ class CriticWorker(Worker):
         """Write the critic into the folder."""
         with on_device(self.engine, optimizer=True):
             save_role(self.engine, folder, self.config.checkpoint, self.config.model)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self) -> bool:
+        """Whether everything that `save_checkpoint` has to write is written."""
+        return self.engine.is_saved()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wait_for_checkpoint(self) -> None:
+        """Return once it is."""
+        self.engine.wait_for_save()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: Path) -> None:

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from caldera.engine import Engine
-from caldera.models.flops import model_flops, promised_flops
+from caldera.models.flops import promised_flops
 from caldera.protocol import DataProto, tensors_of
 
 
@@ -27,7 +26,7 @@ def on_device(*engines: Engine | None, optimizer: bool = False) -> Iterator[None
 
 @contextmanager
 def mfu_timer(
-    role: str, module: nn.Module, data: DataProto, epochs: int = 0
+    role: str, engine: Engine, data: DataProto, epochs: int = 0
 ) -> Iterator[dict[str, float]]:
     """Yields a dict that in the end holds `perf/mfu/{role}`: needed over promised arithmetic.
 
@@ -35,16 +34,17 @@ def mfu_timer(
     is unknown, as on a CPU, the dict stays empty.
     """
     metrics: dict[str, float] = {}
-    device = next(module.parameters()).device
     start = time.perf_counter()
     yield metrics
-    promised = promised_flops(device)
+    promised = promised_flops(engine.device)
     if promised is None:
         return
-    torch.cuda.synchronize(device)
+    torch.cuda.synchronize(engine.device)
     seconds = time.perf_counter() - start
     tensors = tensors_of(data)
     lengths = tensors["attention_mask"].sum(1).tolist()
-    needed = model_flops(module, lengths, int(tensors["response_mask"].sum()), epochs > 0)
+    answers = int(tensors["response_mask"].sum())
+    needed = engine.arithmetic.flops(lengths, answers, epochs > 0)
     if needed is not None:
-        metrics[f"perf/mfu/{role}"] = needed * max(epochs, 1) / seconds / promised
+        work = needed * max(epochs, 1) / engine.sharers
+        metrics[f"perf/mfu/{role}"] = work / seconds / promised

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from caldera.config import FSDPConfig
+from caldera.config.optim import WrapPolicyConfig
 from caldera.config.reward import RewardModelConfig
-from caldera.engine import ForwardPlan
-from caldera.models.loading import DTYPES, load_reward_model
+from caldera.engine import EngineOptions, ForwardPlan
+from caldera.models.loading import DTYPES, build_reward_model
 from caldera.protocol import DataProto
-from caldera.single_controller import Dispatch, Worker, register
+from caldera.single_controller import (
+    Dispatch,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+from caldera.workers.building import build_engine, compiles, register_mesh
 from caldera.workers.inputs import ANSWERS
 from caldera.workers.phases import on_device
-from caldera.workers.saving import build_engine
+
+ON_REWARD = make_nd_compute_dataproto_dispatch_fn("reward")
 
 
 class RewardModelWorker(Worker):
@@ -27,17 +37,27 @@ class RewardModelWorker(Worker):
     def init_model(self) -> None:
         """Load the weights and build the engine."""
         model = self.config.model
-        on_gpu = self.device.type == "cuda"
+        given, on_gpu = model.fsdp_config, self.device.type == "cuda"
         memory = FSDPConfig(
-            param_offload=model.fsdp_config.param_offload,
+            wrap_policy=WrapPolicyConfig(given.wrap_policy.min_num_params),
+            param_offload=given.param_offload,
+            reshard_after_forward=given.reshard_after_forward,
+            fsdp_size=given.fsdp_size,
+            forward_prefetch=given.forward_prefetch,
             model_dtype="bf16" if on_gpu else "fp32",
             dtype="bfloat16" if on_gpu else "float32",
         )
-        module = load_reward_model(model, DTYPES[memory.model_dtype], "reward_model.model")
-        self.engine = build_engine(self.config.strategy, module, self.device, memory)
+        options = EngineOptions(
+            memory, sequence_parallel=self.config.ulysses_sequence_parallel_size,
+            compiles=compiles(self.device),
+        )  # fmt: skip
+        dtype = DTYPES[memory.model_dtype]
+        build = partial(build_reward_model, model, dtype, "reward_model.model")
+        self.engine = build_engine(self.config.strategy, build, self.device, options)
+        register_mesh(self, "reward", self.engine)
         self.engine.offload()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=ANSWERS)
+    @register(dispatch_mode=ON_REWARD, needs=ANSWERS)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Adds rm_scores (B, R): each answer's score at its last token, 0 elsewhere.
 

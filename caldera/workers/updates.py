@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import resource
 
 import torch
+from torch import Tensor
 
 from caldera.engine import Engine, ForwardPlan, LossFn
 from caldera.protocol import DataProto
 from caldera.workers.phases import mfu_timer
+
+logger = logging.getLogger(__name__)
 
 
 def train_epochs(
@@ -22,12 +27,25 @@ def train_epochs(
     own_size = mini_batch_size // engine.dp_size  # the config's check has seen that it divides
     order = {"shuffle": shuffle_seed is not None}
     mini_batches = data.make_iterator(own_size, epochs, shuffle_seed, order)
-    with mfu_timer(name, engine.module, data, epochs) as mfu:
+    with mfu_timer(name, engine, data, epochs) as mfu:
         steps = [engine.train(mini_batch, loss_fn, plan) for mini_batch in mini_batches]
-    metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
-    metrics[f"{name}/grad_norm"] = metrics.pop("grad_norm")
+    metrics = _read(steps, name)
     metrics[f"{name}/lr"] = engine.step_schedule()
     return metrics | mfu | memory_metrics()
+
+
+def _read(steps: list[dict[str, Tensor]], name: str) -> dict[str, float]:
+    """Means over the steps. Only here does anybody wait for the device."""
+    found = torch.stack([torch.stack([*step.values()]).float() for step in steps])  # (steps, keys)
+    rows: list[list[float]] = found.tolist()
+    names = list(steps[0])
+    metrics = {key: sum(column) / len(rows) for key, *column in zip(names, *rows, strict=True)}
+    for number, row in enumerate(rows):
+        norm = row[names.index("grad_norm")]
+        if not math.isfinite(norm):
+            logger.warning("%s: the gradient norm of step %d is %s: skipped", name, number, norm)
+    metrics[f"{name}/grad_norm"] = metrics.pop("grad_norm")
+    return metrics
 
 
 def memory_metrics() -> dict[str, float]:

@@ -108,7 +108,10 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     ),
     "unknown logger": ("trainer.logger=[consol]", ["logger", "'consol'", "console"]),
     "missing model": ("actor_rollout_ref.model.path={here}/no_model", ["no_model", "not exist"]),
-    "refused key": ("trainer.nnodes=2", ["trainer.nnodes=2", "not supported"]),
+    "refused key": (
+        "actor_rollout_ref.actor.use_prefix_grouper=True",
+        ["use_prefix_grouper=True is not supported", "computed once a sample"],
+    ),
     "refused sampler": (
         "actor_rollout_ref.rollout.name=vllm",
         ["actor_rollout_ref.rollout.name='vllm'", "native"],
@@ -202,7 +205,7 @@ def _truncate(name: str) -> Callable[[Path], None]:
     return harm
 
 
-WEIGHTS = "actor/model_world_size_1_rank_0.pt"
+WEIGHTS = "actor/dist_ckpt/__0_0.distcp"
 
 
 @pytest.mark.parametrize(
@@ -210,11 +213,11 @@ WEIGHTS = "actor/model_world_size_1_rank_0.pt"
     [
         pytest.param(_remove_folder, ["global_step_2", "resume_mode=disable"], id="folder gone"),
         pytest.param(_garble_tracker, ["'second'", "resume_mode=disable"], id="tracker garbled"),
-        pytest.param(_remove(WEIGHTS), [WEIGHTS, "missing"], id="weights gone"),
+        pytest.param(_remove(WEIGHTS), [WEIGHTS, "cannot be read"], id="weights gone"),
         pytest.param(_remove("data.pt"), ["data.pt"], id="data order gone"),
         pytest.param(_truncate("data.pt"), ["data.pt"], id="data order cut"),
         pytest.param(_truncate("trainer_state.json"), ["trainer_state.json"], id="state cut"),
-        pytest.param(_truncate(WEIGHTS), [WEIGHTS, "damaged"], id="weights cut"),
+        pytest.param(_truncate(WEIGHTS), ["step_2/actor", "cannot be read"], id="weights cut"),
     ],
 )
 def test_a_damaged_checkpoint_is_named(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from caldera.engine.checkpoints import read_whole
+
 if TYPE_CHECKING:
     from tests.conftest import Lab
 
@@ -123,8 +125,7 @@ def _accuracies(rows: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    weights: dict[str, torch.Tensor] = torch.load(folder / "model_world_size_1_rank_0.pt")
-    return weights
+    return dict(read_whole(folder))
 
 
 def _start_weights(lab: Lab) -> dict[str, torch.Tensor]:

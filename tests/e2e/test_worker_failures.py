@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from caldera.engine.checkpoints import read_whole
+
 if TYPE_CHECKING:
     from tests.conftest import Lab
 
@@ -56,9 +58,7 @@ def run_and_kill_a_rank(lab: Lab, folder: Path, *more: str) -> tuple[int, str]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    path = folder / f"global_step_{STEPS}/actor/model_world_size_1_rank_0.pt"
-    state: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
-    return state
+    return dict(read_whole(folder / f"global_step_{STEPS}/actor"))
 
 
 def test_a_killed_worker_ends_the_run_with_one_screen(lab: Lab, tmp_path: Path) -> None:

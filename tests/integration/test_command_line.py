@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from caldera.config import SHORT_PROFILE, known_keys, load_config
+from caldera.engine.checkpoints import read_whole
 from caldera.trainer.main_ppo import main
 
 if TYPE_CHECKING:
@@ -186,14 +187,10 @@ def test_checkpoint_layout(run: Path) -> None:
         for role in ("actor", "critic"):
             names = {path.name for path in (checkpoint / role).iterdir()}
             assert names == {
-                "model_world_size_1_rank_0.pt",
-                "optim_world_size_1_rank_0.pt",
+                "dist_ckpt",
                 "extra_state_world_size_1_rank_0.pt",
-                "fsdp_config.json",
                 "huggingface",
             }
-            layout = json.loads((checkpoint / role / "fsdp_config.json").read_text())
-            assert layout == {"FSDP_version": 1, "world_size": 1}
             extra = torch.load(
                 checkpoint / role / "extra_state_world_size_1_rank_0.pt", weights_only=False
             )
@@ -209,7 +206,7 @@ def test_the_saved_model_answers_in_transformers(lab: Lab, run: Path) -> None:
     folder = run / "global_step_2/actor/huggingface"
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    saved = torch.load(run / "global_step_2/actor/model_world_size_1_rank_0.pt")
+    saved = dict(read_whole(run / "global_step_2/actor"))
     loaded = model.state_dict()
     assert saved.keys() == loaded.keys()
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
@@ -249,7 +246,7 @@ def test_help_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     often = shown.partition("Keys that most runs set:")[2].partition("other keys:")[0]
     assert all(f"  {key}=" in often for key in SHORT_PROFILE)
     assert 35 <= len(SHORT_PROFILE) <= 45
-    assert "Takes null alone: checkpoints are written to local folders." in shown
+    assert "Takes false alone: prompts are computed once a sample." in shown
 
 
 def test_help_of_a_group_or_a_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,6 +111,8 @@ def make_worker(model: str, kind: str, *overrides: str) -> Actor | CriticWorker:
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
             "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
             "critic.ppo_micro_batch_size_per_gpu=1",
+            "actor_rollout_ref.actor.strategy=local",
+            "critic.strategy=local",
             *(
                 f"{role}.optim.{setting}"
                 for role in ("actor_rollout_ref.actor", "critic")
@@ -213,8 +215,7 @@ def train_odd_model(rank: int) -> Result:
         "used": module.rank_0_alone.tolist(),
         "unused": module.unused.tolist(),
         "unmoved": all(map(torch.equal, first, module.parameters())),
-        "version": engine.version,
-        "grad_norm": metrics["grad_norm"],
+        "grad_norm": metrics["grad_norm"].item(),
     }
 
 
@@ -331,7 +332,6 @@ def test_a_parameter_that_one_rank_uses(found: list[Result]) -> None:
 def test_all_ranks_skip_a_step_that_one_cannot_take(found: list[Result]) -> None:
     for rank in found:
         assert rank["odd"]["unmoved"]
-        assert rank["odd"]["version"] == 1
         assert rank["odd"]["grad_norm"] != rank["odd"]["grad_norm"], "NaN"
 
 
@@ -343,7 +343,7 @@ def test_ranks_that_start_from_different_weights(found: list[Result]) -> None:
 
 
 def test_files_of_a_checkpoint(found: list[Result]) -> None:
-    whole = {"model_world_size_1_rank_0.pt", "optim_world_size_1_rank_0.pt", "fsdp_config.json"}
+    whole = {"dist_ckpt", ".metadata"}
     described = {"huggingface", "config.json", "tokenizer.json"}
     for rank in found:
         files = set(rank["saved together"]["files"])

@@ -8,7 +8,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from caldera.engine import LocalEngine
+from caldera.engine.packed_model import PackedModel
+from caldera.engine.training import TrainingEngine
 from caldera.trainer.ppo.advantage import compute_advantage
 from caldera.trainer.ppo.ray_trainer import RayPPOTrainer
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
@@ -41,10 +42,11 @@ READ: list[Callable[..., Any]] = [
     policy_loss,
     _distance,
     value_loss,
-    LocalEngine.infer,
-    LocalEngine.train,
-    LocalEngine._forward,
-    LocalEngine._hidden,
+    TrainingEngine.infer,
+    TrainingEngine.train,
+    TrainingEngine._forward,
+    PackedModel.forward,
+    PackedModel._hidden,
 ]
 
 

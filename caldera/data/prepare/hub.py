@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from caldera.data.files import RowTable
 from caldera.data.prepare.preparer import Source
 from caldera.errors import DataError
@@ -26,4 +24,4 @@ def hub_rows(source: Source) -> RowTable:
         raise DataError(f"--hub: cannot load {table.path}: {first}") from error
     # Through Arrow, because images would otherwise come decoded and could not be written again.
     rows = loaded.with_format("arrow")[:].to_pylist()
-    return RowTable(rows, [Path(table.path)], [0])
+    return RowTable(rows, [table.path], [0])

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from caldera.models.attention import PADDING_WASTE, PackedSequences, flash_kernel
+from caldera.models.attention import (
+    PADDING_WASTE,
+    AttentionLayer,
+    PackedSequences,
+    flash_attention,
+)
 from caldera.rollout.native.blocks import PAGE_SIZE, IntArray
 from caldera.rollout.native.cache import KVCache
 
@@ -25,7 +30,7 @@ class PagedPrefill:
 
     def attend(
         self,
-        layer: int,
+        layer: AttentionLayer,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -34,7 +39,7 @@ class PagedPrefill:
     ) -> Tensor:
         # under autocast the rotary embedding leaves query and key in float32, unlike the value
         query, key = query.to(value.dtype), key.to(value.dtype)
-        self._cache.write(layer, self._slots, key, value)
+        self._cache.write(layer.layer_idx, self._slots, key, value)
         return self.packed.attend(layer, query, key, value, scale, window)
 
 
@@ -63,7 +68,7 @@ class PagedDecode:
 
     def attend(
         self,
-        layer: int,
+        layer: AttentionLayer,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -71,8 +76,9 @@ class PagedDecode:
         window: int | None,
     ) -> Tensor:
         query, key = query.to(value.dtype), key.to(value.dtype)
-        self._cache.write(layer, self._slots, key, value)
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        number = layer.layer_idx
+        self._cache.write(number, self._slots, key, value)
+        keys, values = self._cache.keys[number], self._cache.values[number]
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             if self._packed is None:
                 self._packed = _PackedKeys(self._tables, self._lengths, self._device)
@@ -173,16 +179,6 @@ class _PackedKeys:
             pages.view(-1, *pages.shape[2:]).index_select(0, self._slots)
             for pages in (keys, values)
         )
-        out = flash_kernel()(
-            query.contiguous(),
-            key,
-            value,
-            self._queries,
-            self._cumulative,
-            1,
-            self._longest,
-            scale=scale,
-            window_size=(-1, 0) if window is None else (window - 1, 0),
+        return flash_attention(
+            query, key, value, self._queries, self._cumulative, 1, self._longest, scale, window
         )
-        assert isinstance(out, Tensor)
-        return out

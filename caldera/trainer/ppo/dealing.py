@@ -66,9 +66,10 @@ class DealtGroup:
     def _call(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
         if not args or not isinstance(args[0], DataProto):
             return method(*args)
-        filled, extra = pad_dataproto_to_divisor(args[0], self.world_size)
+        ranks = self._group.parts(name)  # that have rows of their own
+        filled, extra = pad_dataproto_to_divisor(args[0], ranks)
         size = self._mini_batch_sizes.get(name)
-        parts = deal(_lengths(filled), self.world_size, self._balance, size)
+        parts = deal(_lengths(filled), ranks, self._balance, size)
         filled = self._group.needed_by(name, filled)
         order = torch.tensor([row for part in parts for row in part])
         answer = method(filled.select_idxs(order), *args[1:])

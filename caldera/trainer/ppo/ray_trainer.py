@@ -57,6 +57,7 @@ from caldera.trainer.ppo.metrics import (
     marked_timer,
 )
 from caldera.trainer.ppo.prompts import stamp_rows
+from caldera.trainer.ppo.saving import CheckpointSaves, background_writers
 from caldera.trainer.ppo.validation import (
     Validator,
     decode_prompts,
@@ -126,6 +127,8 @@ class RayPPOTrainer:
         self.actor_rollout_wg = self._dealt(policy)
         self.critic_wg = self._dealt(Role.Critic) if self.use_critic else None
         self.rm_wg = self._dealt(Role.RewardModel) if self.config.reward_model.enable else None
+        writers = background_writers(self.config, self.actor_rollout_wg, self.critic_wg)
+        self.saves = CheckpointSaves(self.checkpoints, writers)
 
     def _dealt(self, role: Role) -> DealtGroup:
         n = self.config.actor_rollout_ref.rollout.n
@@ -155,7 +158,7 @@ class RayPPOTrainer:
             config_to_dict(self.config), run_dir, self.global_steps,
         )  # fmt: skip
         shown = TrainingProgress(self.total_steps, self.global_steps)
-        with tracked as tracking, shown as progress:
+        with tracked as tracking, shown as progress, self.saves:
             if trainer.val_only or (trainer.val_before_train and self.global_steps == 0):
                 tracking.log(self._validate(progress), self.global_steps)
             if trainer.val_only:
@@ -163,6 +166,7 @@ class RayPPOTrainer:
             rows = self._epochs()
             while self.global_steps < self.total_steps:
                 tracking.log(self._train_on(rows, progress), self.global_steps)
+                self.saves.poll()
                 # After the row: a run that is killed in between repeats the step, row and all.
                 if saving_time := self._save_if_due():
                     tracking.log(saving_time, self.global_steps)
@@ -321,11 +325,12 @@ class RayPPOTrainer:
 
     def _save_if_due(self) -> Metrics:
         """Save a checkpoint; returns how long it took, or nothing."""
+        if not self._is_due(self.config.trainer.save_freq):
+            return {}
         timing: dict[str, float] = {}
-        if self._is_due(self.config.trainer.save_freq):
-            with marked_timer("timing_s/save_checkpoint", timing):
-                self.checkpoints.save(self.global_steps, self._write_checkpoint)
-        return timing
+        with marked_timer("timing_s/save_checkpoint", timing):
+            self.saves.save(self.global_steps, self._write_checkpoint)
+        return timing | self.checkpoints.metrics()
 
     def _is_due(self, every: int) -> bool:
         last = self.global_steps >= self.total_steps
@@ -366,6 +371,7 @@ class RayPPOTrainer:
         state = read_part(state_file, lambda path: json.loads(path.read_text()))
         self.kl_controller.load_state_dict(state["kl_ctrl"])
         self.global_steps = step_of(folder)
+        self.checkpoints.loaded(folder)
 
 
 def total_training_steps(config: PPOTrainerConfig, loader: StatefulLoader) -> int:

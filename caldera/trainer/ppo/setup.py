@@ -58,12 +58,6 @@ def settle(config: PPOTrainerConfig, gpus: int) -> None:
     chosen = resolve_for_machine(config, gpus)
     if chosen:
         logger.info("chosen for this machine: %s", ", ".join(chosen))
-    strategy = config.actor_rollout_ref.actor.strategy
-    if strategy != "local" and (config.trainer.n_gpus_per_node or 1) * config.trainer.nnodes > 1:
-        logger.warning(
-            "actor_rollout_ref.actor.strategy=%s: this release does not shard; every rank holds "
-            "the whole model and its optimiser", strategy,
-        )  # fmt: skip
 
 
 def build_and_fit(config: PPOTrainerConfig, make_groups: MakeGroups) -> None:

@@ -101,8 +101,8 @@ LINES = {
     ),
     "tools and DAPO": Line(
         START + TOOLS,
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4 is not supported: the FSDP "
-        "engine is not part of this release; every rank holds the whole model",
+        "actor_rollout_ref.rollout.multi_turn.enable=True is not supported: agent loops are not "
+        "part of this release",
     ),
     "search agent": Line(
         START + SEARCH,
@@ -201,6 +201,7 @@ algorithm.state_masking.start_state_marker="<information>"
 algorithm.state_masking.end_state_marker="</information>"
 algorithm.kl_ctrl.target_kl=0.1 algorithm.kl_ctrl.horizon=10000 trainer.critic_warmup=1
 trainer.default_local_dir=/c trainer.resume_mode=disable trainer.log_val_generations=2
+trainer.default_hdfs_dir=hdfs://c trainer.del_local_ckpt_after_load=True
 trainer.rollout_data_dir=/r trainer.validation_data_dir=/v custom_reward_function.path=score.py
 custom_reward_function.name=score data.prompt_key=question actor_rollout_ref.model.lora_rank=8
 """
@@ -215,7 +216,6 @@ def test_keys_that_are_honoured() -> None:
 
 REFUSED = """
 actor_rollout_ref.rollout.name=vllm
-actor_rollout_ref.actor.ulysses_sequence_parallel_size=4
 actor_rollout_ref.rollout.multi_turn.enable=True
 actor_rollout_ref.rollout.multi_turn.max_user_turns=16
 actor_rollout_ref.rollout.multi_turn.max_assistant_turns=16
@@ -225,10 +225,8 @@ actor_rollout_ref.actor.state_masking=true
 algorithm.state_masking.start_state_marker="<info>"
 algorithm.state_masking.end_state_marker="</info>"
 actor_rollout_ref.rollout.tensor_model_parallel_size=2
-actor_rollout_ref.actor.fsdp_config.forward_prefetch=True
-actor_rollout_ref.actor.fsdp_config.fsdp_size=4
 actor_rollout_ref.model.use_fused_kernels=True
-trainer.default_hdfs_dir=hdfs://c
+trainer.esi_redundant_time=60
 """
 
 

@@ -101,8 +101,8 @@ def test_bounds_are_included(load: Load) -> None:
     ("override", "reason"),
     [
         ("actor_rollout_ref.model.use_remove_padding=False", "always packed without padding"),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "FSDP engine is not part"),
-        ("trainer.default_hdfs_dir=hdfs://x", "written to local folders"),
+        ("actor_rollout_ref.actor.use_prefix_grouper=True", "prompts are computed once a sample"),
+        ("trainer.esi_redundant_time=60", "by save_freq alone"),
         ("do_search=true", "search agent is not part"),
     ],
 )

@@ -164,3 +164,30 @@ def test_two_penalties_are_warned_of(load: Load, caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING, logger="caldera"):
         load(size, "algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True")
     assert "the distance to the reference counts twice" in caplog.text
+
+
+def test_devices_that_share_tokens_come_in_whole_groups(load: Load) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"^actor_rollout_ref\.actor\.ulysses_sequence_parallel_size=4 x "
+        r"tensor_parallel_size=1 ranks do not divide the 2 devices",
+    ):
+        load("trainer.n_gpus_per_node=2", f"{ACTOR}.ulysses_sequence_parallel_size=4")
+    load("trainer.n_gpus_per_node=4", f"{ACTOR}.ulysses_sequence_parallel_size=4")
+
+
+def test_the_token_budget_is_that_of_all_ranks_that_share_a_sample(load: Load) -> None:
+    tokens = (
+        f"{ACTOR}.use_dynamic_bsz=True", "data.max_prompt_length=64", "data.max_response_length=64",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=64", f"{ROLLOUT}.log_prob_max_token_len_per_gpu=128",
+        "trainer.n_gpus_per_node=2",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="=64 tokens cannot hold one sample of up to 128 tokens"):
+        load(*tokens)
+    load(*tokens, f"{ACTOR}.ulysses_sequence_parallel_size=2")
+
+
+def test_classic_files_are_written_before_training_goes_on(load: Load) -> None:
+    told = (f"{ACTOR}.checkpoint.layout=classic", f"{ACTOR}.checkpoint.async_save=True")
+    with pytest.raises(ConfigError, match=r"async_save=True: .*layout=classic takes false"):
+        load(*told)

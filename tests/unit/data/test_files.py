@@ -75,14 +75,12 @@ def test_a_missing_file_names_the_key_and_the_near_files(tmp_path: Path) -> None
     assert "notes.txt" not in message
 
 
-def test_a_missing_folder_a_folder_and_a_remote_file(tmp_path: Path) -> None:
+def test_a_missing_folder_and_a_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"nor does its folder {tmp_path / 'no'}"):
         read_rows(str(tmp_path / "no" / "a.jsonl"), key=KEY)
     (tmp_path / "a.jsonl").touch()
     with pytest.raises(DataError, match=r"is a folder, not a file; .* holds a.jsonl"):
         read_rows(str(tmp_path), key=KEY)
-    with pytest.raises(DataError, match=r"hdfs://x/a.parquet is not a local file"):
-        read_rows("hdfs://x/a.parquet", key=KEY)
 
 
 def test_an_unknown_extension_lists_the_known_ones(tmp_path: Path) -> None:

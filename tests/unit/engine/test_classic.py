@@ -28,7 +28,9 @@ def loss_fn(
 def stepped(make_engine: Make, batch: DataProto, plan: ForwardPlan) -> tuple[float, Tensor]:
     engine = make_engine()
     metrics = engine.train(batch, loss_fn, plan)
-    return metrics["loss"], torch.cat([p.detach().flatten() for p in engine.module.parameters()])
+    return metrics["loss"].item(), torch.cat(
+        [p.detach().flatten() for p in engine.module.parameters()]
+    )
 
 
 @pytest.mark.parametrize(

@@ -161,9 +161,9 @@ def test_the_reference_is_in_evaluation_mode(
     engine = make_engine(module)
     engine.module.train()
     packed = pack_rows(batch, CPU)
-    states = [engine.frozen_states(packed)[0] for _ in range(2)]
+    states = [engine.frozen_states(packed).hidden for _ in range(2)]
     plain = frozen(tiny_model("starcoder2", residual_dropout=0.5))
-    states.append(plain.frozen_states(packed)[0])
+    states.append(plain.frozen_states(packed).hidden)
     assert torch.equal(states[0], states[1])
     assert torch.equal(states[0], states[2])
     assert not states[0].requires_grad

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from caldera.engine.packing import pack_ends, pack_rows
+from caldera.models.attention import PackedSequences
+from caldera.models.ulysses import SequenceGroup
 from caldera.protocol import DataProto
 
 CPU = torch.device("cpu")
@@ -26,8 +29,9 @@ def rows() -> DataProto:
 def test_padding_is_gone() -> None:
     packed = pack_rows(rows(), CPU)
     assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
-    assert packed.sequences.lengths == [4, 4, 1]
-    assert packed.sequences.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0]]
+    assert isinstance(packed.context, PackedSequences)
+    assert packed.context.lengths == [4, 4, 1]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0]]
 
 
 def test_every_answer_token_is_predicted_from_the_one_before() -> None:
@@ -55,3 +59,21 @@ def test_scores_are_read_at_the_last_token_of_each_answer() -> None:
     assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
     assert packed.predictors.tolist() == [3, 7]  # the tokens 4 and 8; `9` has no answer
     assert packed.unpack(torch.tensor([1.5, 2.5])).tolist() == [[0, 1.5, 0], [0, 0, 2.5], [0] * 3]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_tokens(size: int) -> None:
+    """Nine tokens are filled up with a sequence that nobody reads, and cut."""
+    whole = pack_rows(rows(), CPU)
+    parts = [pack_rows(rows(), CPU, SequenceGroup(rank, size)) for rank in range(size)]
+    ids = torch.cat([part.input_ids for part in parts], 1)[0].tolist()
+    assert ids == [*range(1, 10)] + [0] * (-9 % size)
+    assert torch.cat([part.labels for part in parts]).tolist() == whole.labels.tolist()
+    for rank, part in enumerate(parts):
+        assert part.counts == [len(other.labels) for other in parts]
+        assert part.input_ids[0, part.predictors].tolist() == [
+            whole.input_ids[0, place].item()
+            for place in whole.predictors.tolist()
+            if place // len(part.input_ids[0]) == rank
+        ]
+        assert part.cells.tolist() == whole.cells.tolist()

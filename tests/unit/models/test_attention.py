@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from caldera.models.forward import hidden_states
 
 Build = Callable[..., PreTrainedModel]
 CPU = torch.device("cpu")
+LAYER = SimpleNamespace(layer_idx=0)
 # All of one length; one; one rectangle with padding; several rectangles, not in order.
 LENGTHS = [[6, 6, 6], [5], [4, 5, 3], [9, 1, 30, 2, 17, 1]]
 
@@ -51,7 +53,7 @@ def test_attention_and_its_gradient(
 
     inputs = [random(heads), random(key_heads), random(key_heads)]
     upstream = random(heads).detach()
-    packed = PackedSequences(lengths, CPU).attend(0, *inputs, 0.3, window)
+    packed = PackedSequences(lengths, CPU).attend(LAYER, *inputs, 0.3, window)
     parts = zip(*(tensor.split(lengths) for tensor in inputs), strict=True)
     plain = torch.cat([attend_plainly(q, k, v, 0.3, window) for q, k, v in parts])
     torch.testing.assert_close(packed, plain, rtol=1e-12, atol=1e-12)
@@ -133,7 +135,7 @@ def test_under_autocast_attention_is_in_half_precision(tiny_model: Build) -> Non
     seen: list[torch.dtype] = []
 
     class Recorder(PackedSequences):
-        def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+        def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
             seen.extend([query.dtype, key.dtype, value.dtype])
             return super().attend(layer, query, key, value, *rest)
 

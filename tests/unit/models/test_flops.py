@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
-from caldera.models.flops import model_flops, promised_flops, promised_flops_by_name
+from caldera.models.flops import Arithmetic, promised_flops, promised_flops_by_name
 
 Build = Callable[..., PreTrainedModel]
 # Of a layer of the tiny Llama: query and output, key and value of two of four heads, the MLP.
@@ -27,15 +27,15 @@ def test_by_hand(tiny_model: Build) -> None:
     forward = 2 * TRUNK * 8 + 2 * HEAD * 6 + ATTENTION
     for family in ("llama", "qwen2"):  # whose head is its embedding
         model = tiny_model(family)
-        assert model_flops(model, LENGTHS, head_tokens=6, training=False) == forward
-        assert model_flops(model, LENGTHS, head_tokens=6, training=True) == 3 * forward
+        assert Arithmetic.of(model).flops(LENGTHS, head_tokens=6, training=False) == forward
+        assert Arithmetic.of(model).flops(LENGTHS, head_tokens=6, training=True) == 3 * forward
 
 
 def test_heads_wider_than_the_model(tiny_model: Build) -> None:
     model = tiny_model("qwen3")  # four heads of 16
     layer = 2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 64
     expected = 2 * 2 * layer * 8 + 2 * HEAD * 6 + 2 * ATTENTION
-    assert model_flops(model, LENGTHS, 6, False) == expected
+    assert Arithmetic.of(model).flops(LENGTHS, 6, False) == expected
 
 
 def test_a_window(tiny_model: Build) -> None:
@@ -43,14 +43,14 @@ def test_a_window(tiny_model: Build) -> None:
     model = tiny_model("qwen2-window")
     attention = 4 * 32 * (25 / 2 + 9 / 2 + 12 + 9 / 2)
     expected = 2 * TRUNK * 8 + 2 * HEAD * 6 + attention
-    assert model_flops(model, LENGTHS, 6, False) == expected
+    assert Arithmetic.of(model).flops(LENGTHS, 6, False) == expected
 
 
 def test_a_value_head(model_folder: Callable[..., str]) -> None:
     model = AutoModelForTokenClassification.from_pretrained(model_folder(), num_labels=1)
     forward = 2 * TRUNK * 8 + 2 * 32 * 6 + ATTENTION
-    assert model_flops(model, LENGTHS, 6, False) == forward
-    assert model_flops(model, LENGTHS, 6, True) == 3 * forward
+    assert Arithmetic.of(model).flops(LENGTHS, 6, False) == forward
+    assert Arithmetic.of(model).flops(LENGTHS, 6, True) == 3 * forward
 
 
 def test_an_adapter_spares_the_gradients_of_the_frozen(tiny_model: Build) -> None:
@@ -58,15 +58,15 @@ def test_an_adapter_spares_the_gradients_of_the_frozen(tiny_model: Build) -> Non
     model = peft.get_peft_model(tiny_model("llama"), config)
     adapter = 2 * (32 * 2 + 2 * 32)
     forward = 2 * (TRUNK + adapter) * 8 + 2 * HEAD * 6 + ATTENTION
-    assert model_flops(model, LENGTHS, 6, False) == forward
+    assert Arithmetic.of(model).flops(LENGTHS, 6, False) == forward
     training = 4 * TRUNK * 8 + 6 * adapter * 8 + 4 * HEAD * 6 + 3 * ATTENTION
-    assert model_flops(model, LENGTHS, 6, True) == training
+    assert Arithmetic.of(model).flops(LENGTHS, 6, True) == training
 
 
 def test_mixtures_of_experts_are_not_estimated(tiny_model: Build) -> None:
     model = tiny_model("llama")
     model.model.layers[0].mlp.experts = nn.Parameter(torch.zeros(2, 4, 8))
-    assert model_flops(model, LENGTHS, 6, True) is None
+    assert Arithmetic.of(model).flops(LENGTHS, 6, True) is None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "starcoder2"])
@@ -84,7 +84,7 @@ def test_as_pytorch_counts(tiny_model: Build, family: str) -> None:
     masked_half = 4 * 2 * 32 * rows * length**2 / 2
     counts = ((forward, False, masked_half), (both, True, 3 * masked_half))
     for counter, training, rest in counts:
-        ours: Any = model_flops(model, lengths, rows * length, training)
+        ours: Any = Arithmetic.of(model).flops(lengths, rows * length, training)
         assert counter.get_total_flops() == pytest.approx(ours + rest, rel=0.02)
 
 

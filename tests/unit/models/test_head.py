@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from caldera.models import head
 from caldera.models.head import full_kl, head_outputs
@@ -126,6 +128,67 @@ def test_logits_far_apart_stay_finite() -> None:
         assert torch.isfinite(tensor).all()
 
 
+def gradients(*arguments: Any, autocast: bool = False) -> tuple[Tensor, ...]:
+    """Both outputs of the head, and the gradients of hidden states and head through them."""
+    found = tuple(head_outputs(*arguments, BOTH).values())
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return *found, *torch.autograd.grad(found, arguments[:2], [torch.ones(ROWS)] * 2)
+
+
+@pytest.mark.parametrize("inside", ["forward", "backward"])
+def test_autocast_changes_nothing(inside: str) -> None:
+    arguments = (*inputs(torch.float32), 0.7)
+    expected = gradients(*arguments)
+    with torch.autocast("cpu", torch.bfloat16, enabled=inside == "forward"):
+        found = gradients(*arguments, autocast=inside == "backward")
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+
+
+def test_no_gradient_is_wanted() -> None:
+    expected = head_outputs(*inputs(), 0.7, BOTH)
+    with torch.no_grad():
+        found = head_outputs(*inputs(), 0.7, BOTH)
+    assert not any(value.requires_grad for value in found.values())
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+
+
+def test_under_activation_checkpointing() -> None:
+    hidden, weight, labels = inputs()
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        found = head_outputs(hidden, weight, labels, 0.7, BOTH)
+        return (found["log_probs"] + found["entropy"]).sum()
+
+    kept = checkpoint(loss, hidden, weight, use_reentrant=False)
+    grads = [torch.autograd.grad(x, [hidden, weight]) for x in (kept, loss(hidden, weight))]
+    torch.testing.assert_close(grads[0], grads[1], rtol=0.0, atol=0.0)
+
+
+def test_within_a_compiled_function() -> None:
+    hidden, weight, labels = inputs()
+
+    def model(hidden: Tensor) -> dict[Any, Tensor]:
+        return head_outputs(hidden * 2, weight, labels, 0.7, BOTH)
+
+    found = torch.compile(model, backend="eager")(hidden)
+    torch.testing.assert_close(found, model(hidden), rtol=0.0, atol=0.0)
+
+
+def test_there_is_no_second_derivative() -> None:
+    hidden, weight, labels = inputs()
+    log_probs = head_outputs(hidden, weight, labels, 1.0, BOTH)["log_probs"]
+    (grad,) = torch.autograd.grad(log_probs.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_the_gradient_of_a_float32_head_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "CELLS_PER_CHUNK", VOCABULARY)
+    hidden, weight, labels = inputs(torch.float32)
+    head_outputs(hidden.bfloat16(), weight, labels, 1.0, BOTH)["log_probs"].sum().backward()
+    assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
+
+
 def heads(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Policy and reference: hidden states and head of each."""
     hidden, weight, _ = inputs(dtype)
@@ -231,12 +294,21 @@ def test_full_kl_of_no_rows() -> None:
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
+def all_outputs() -> Tensor:
+    hidden, weight, labels = inputs()
+    found = head_outputs(hidden, weight, labels, 1.0, [*BOTH, "sum_pi_squared"])
+    return found["log_probs"] + found["entropy"]
+
+
 @pytest.mark.parametrize("cells", [6 * VOCABULARY, 2**24], ids=["6 rows", "all rows"])
-def test_full_kl_holds_a_chunk_of_logits_only(monkeypatch: pytest.MonkeyPatch, cells: int) -> None:
+@pytest.mark.parametrize("compute", [all_outputs, lambda: full_kl(*heads(), 1.0)])
+def test_only_a_chunk_of_logits_exists(
+    monkeypatch: pytest.MonkeyPatch, compute: Callable[[], Tensor], cells: int
+) -> None:
     monkeypatch.setattr(head, "CELLS_PER_CHUNK", cells)
     sizes: list[int] = []
     with _Sizes(sizes):
-        full_kl(*heads(), 1.0).sum().backward()
+        compute().sum().backward()
     rows = max(size // VOCABULARY for size in sizes)
     assert rows == min(ROWS, cells // VOCABULARY)
 

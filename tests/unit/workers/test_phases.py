@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from caldera.models.flops import model_flops
+from caldera.models.flops import Arithmetic
 from caldera.protocol import DataProto
 from caldera.workers import phases
 from caldera.workers.phases import mfu_timer, on_device
@@ -46,6 +47,10 @@ def test_models_are_on_the_device_meanwhile() -> None:
     ]
 
 
+def engine_of(model: PreTrainedModel) -> Any:
+    return SimpleNamespace(device=torch.device("cpu"), arithmetic=Arithmetic.of(model), sharers=1)
+
+
 @pytest.fixture
 def data() -> DataProto:
     attention = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
@@ -55,7 +60,7 @@ def data() -> DataProto:
 def test_on_a_cpu_there_is_no_such_metric(
     tiny_model: Callable[..., PreTrainedModel], data: DataProto
 ) -> None:
-    with mfu_timer("actor", tiny_model(), data, epochs=1) as metrics:
+    with mfu_timer("actor", engine_of(tiny_model()), data, epochs=1) as metrics:
         pass
     assert metrics == {}
 
@@ -74,10 +79,10 @@ def test_needed_over_promised(
     monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(torch.cuda, "synchronize", synchronised.append)
     model = tiny_model()
-    with mfu_timer("actor", model, data, epochs) as metrics:
+    with mfu_timer("actor", engine_of(model), data, epochs) as metrics:
         assert metrics == {}
     assert synchronised == [torch.device("cpu")]
-    forward = model_flops(model, [4, 3], head_tokens=4, training=False)
+    forward = Arithmetic.of(model).flops([4, 3], head_tokens=4, training=False)
     assert forward is not None
     passes = 3 * epochs if epochs else 1
     assert metrics == {"perf/mfu/actor": pytest.approx(passes * forward / 0.5 / 1e6)}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from caldera.rollout.native.blocks import BlockManager, pages_for
 from caldera.rollout.native.cache import CacheShape, KVCache
 
 CPU = torch.device("cpu")
+LAYER = SimpleNamespace(layer_idx=0)
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
@@ -46,12 +49,12 @@ def test_decode_attends_to_the_pages_of_its_sequence(lengths, window):
     rows = np.repeat(np.arange(len(lengths)), lengths)
     positions = np.concatenate([np.arange(length) for length in lengths])
     prefill = PagedPrefill(cache, lengths.tolist(), blocks.slots(rows, positions), CPU)
-    prefilled = prefill.attend(0, query[:tokens], key[:tokens], value[:tokens], 0.3, window)
+    prefilled = prefill.attend(LAYER, query[:tokens], key[:tokens], value[:tokens], 0.3, window)
 
     rows = np.arange(len(lengths))
     tables = blocks.tables[:, : pages_for(int(lengths.max()) + 1)]
     decode = PagedDecode(cache, tables, lengths + 1, blocks.slots(rows, lengths), CPU)
-    decoded = decode.attend(0, query[tokens:], key[tokens:], value[tokens:], 0.3, window)
+    decoded = decode.attend(LAYER, query[tokens:], key[tokens:], value[tokens:], 0.3, window)
 
     start = 0
     for row, length in enumerate(lengths.tolist()):

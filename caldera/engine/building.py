@@ -1,0 +1,55 @@
+"""What every layout does to a module before it lays it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from caldera.engine.base import EngineOptions
+from caldera.errors import UnsupportedError
+from caldera.models.attention import PackedSequences
+from caldera.models.forward import base_module
+from caldera.models.loading import enable_checkpointing
+from caldera.models.ulysses import SharedSequences
+
+COMPILED_CONTEXTS = (PackedSequences, SharedSequences)
+"""Forward passes with these are training's. Samplers that use the same module bring others."""
+
+
+def prepare_module(module: nn.Module, options: EngineOptions) -> None:
+    """Freeze, checkpoint and compile as the options say."""
+    if options.optim is None:
+        module.requires_grad_(False)
+    if options.gradient_checkpointing:
+        enable_checkpointing(module)
+    if options.compiles:
+        compile_layers(module)
+
+
+def decoder_layers(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of the model, in order: what is compiled, gathered and dropped whole."""
+    model = base_module(module)
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [part for part in model.modules() if type(part).__name__ in kinds]
+    if not layers:
+        raise UnsupportedError(f"{type(model).__name__} does not name its decoder layers")
+    return layers
+
+
+def compile_layers(module: nn.Module) -> None:
+    """Compile each layer's forward, for training alone. All layers share the compiled code."""
+    for layer in decoder_layers(module):
+        layer.forward = _compiled_for_training(layer.forward)
+
+
+def _compiled_for_training(forward: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch.compile(forward, dynamic=True)
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        is_training = isinstance(kwargs.get("context"), COMPILED_CONTEXTS)
+        return (compiled if is_training else forward)(*args, **kwargs)
+
+    return choose

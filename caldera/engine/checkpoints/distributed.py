@@ -1,0 +1,89 @@
+"""Checkpoints of torch.distributed.checkpoint, which any number of ranks and any strategy reads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.optim import Optimizer
+
+from caldera.engine.checkpoints.loading import load_parts
+from caldera.engine.checkpoints.parts import model_tensors, optimizer_state
+from caldera.engine.checkpoints.storage import flat_model, flat_optimizer, has_peers, write
+
+FOLDER = "dist_ckpt"
+"""The folder within a role's that holds the files."""
+
+
+class PendingSave:
+    """A checkpoint that is being written, or has been."""
+
+    def __init__(
+        self, written: Future[None] | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._written = written
+        self._group = group
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._written is None or self._written.done()
+
+    def wait(self) -> None:
+        """Return once all ranks have written; a failure while writing is raised, by every rank."""
+        written, self._written = self._written, None
+        if written is None:
+            return
+        try:
+            written.result()
+        finally:
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+
+
+def save_distributed(
+    root: nn.Module,
+    optimizer: Optimizer | None,
+    folder: Path,
+    contents: Collection[str],
+    prefix: str = "inner.",
+    asynchronous: bool = False,
+) -> PendingSave:
+    """Write `model` and `optimizer`, as far as `contents` has them; to be called by every rank.
+
+    `prefix` is where the module is in the root: names in files have none. `asynchronous` copies
+    the state to the CPU's memory and writes it while training goes on.
+    """
+    state: dict[str, Any] = {}
+    if "model" in contents:
+        state |= flat_model(model_tensors(root, prefix))
+    if "optimizer" in contents and optimizer is not None:
+        state |= flat_optimizer(optimizer_state(root, optimizer, prefix))
+    if not state:
+        return PendingSave()
+    writer = FileSystemWriter(folder / FOLDER)
+    if not asynchronous:
+        write(state, writer, None)
+        return PendingSave()
+    # Of its own, for what the ranks tell each other must not mix with what training does.
+    group = dist.new_group(backend="gloo") if has_peers() else None
+    staged = writer.stage(state)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    written = thread.submit(write, staged, writer, group)
+    thread.shutdown(wait=False)
+    return PendingSave(written, group)
+
+
+def load_distributed(
+    root: nn.Module,
+    optimizer: Optimizer | None,
+    folder: Path,
+    contents: Collection[str],
+    prefix: str = "inner.",
+) -> None:
+    """Give the parts among `contents` the state in the folder; to be called by every rank."""
+    load_parts(root, optimizer, FileSystemReader(folder / FOLDER), folder, contents, prefix)

@@ -1,0 +1,128 @@
+"""strategy=fsdp: PyTorch's FullyShardedDataParallel. The parameters of a part are one flat tensor,
+of which every rank has a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from caldera.engine.base import ENGINES, EngineOptions
+from caldera.engine.building import prepare_module
+from caldera.engine.layout import strip
+from caldera.engine.meshes import Meshes, make_meshes
+from caldera.engine.packed_model import PREFIX, PackedModel
+from caldera.engine.sharded import ShardedLayout, compute_dtype, units
+from caldera.engine.training import TrainingEngine
+from caldera.errors import ConfigError
+from caldera.models.flops import Arithmetic
+from caldera.models.forward import base_module
+from caldera.models.fresh import WeightSource
+
+
+class Fsdp1Layout(ShardedLayout):
+    root: FullyShardedDataParallel
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        source: WeightSource,
+        meshes: Meshes,
+        device: torch.device,
+        options: EngineOptions,
+    ) -> None:
+        super().__init__(packed, meshes, device)
+        memory = options.memory
+        has_adapter = base_module(packed.inner) is not packed.inner
+        is_hybrid = meshes.sharding.ndim == 2
+        gathered_again = memory.reshard_after_forward
+        full, grads = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+        if is_hybrid:
+            full, grads = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+        parts = set(units(packed, options))
+        apart = {part for part in parts if _dtype(part) != _dtype(packed)}
+        precision = _precision(compute_dtype(options))
+
+        def wraps(part: nn.Module) -> bool | dict[str, Any]:
+            return {"mixed_precision": None} if part in apart else part in parts
+
+        self.root = FullyShardedDataParallel(
+            packed,
+            device_mesh=meshes.sharding,
+            sharding_strategy=full if gathered_again else grads,
+            auto_wrap_policy=CustomPolicy(wraps),
+            mixed_precision=precision,
+            param_init_fn=_filler(packed, source),
+            device_id=torch.cuda.current_device() if device.type == "cuda" else device,
+            forward_prefetch=memory.forward_prefetch,
+            # Parameters that are trained and others that are not cannot be one flat tensor.
+            use_orig_params=memory.use_orig_params or has_adapter,
+        )
+
+    def clip(self, max_norm: float) -> Tensor:
+        return self.root.clip_grad_norm_(max_norm)
+
+    def move(self, device: torch.device) -> None:
+        for part in FullyShardedDataParallel.fsdp_modules(self.root):
+            handle = part._handle
+            if handle is not None:
+                handle.flat_param_to(device, non_blocking=device.type == "cuda")
+                handle.flat_param._local_shard = handle.flat_param.data
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    return next(module.parameters()).dtype
+
+
+def _precision(compute: torch.dtype | None) -> MixedPrecision | None:
+    if compute is None:
+        return None
+    return MixedPrecision(param_dtype=compute, reduce_dtype=torch.float32)
+
+
+def _filler(packed: PackedModel, source: WeightSource) -> Callable[[nn.Module], None]:
+    """What gives a module its own parameters' values, when FSDP is about to cut them."""
+    names = {id(module): name for name, module in packed.named_modules()}
+    made: dict[int, nn.Parameter] = {}  # tied weights stay tied
+
+    def fill(module: nn.Module) -> None:
+        for key, empty in list(module._parameters.items()):
+            if empty is None or not empty.is_meta:
+                continue
+            if id(empty) not in made:
+                name = strip(f"{names[id(module)]}.{key}", PREFIX)
+                made[id(empty)] = nn.Parameter(source.tensor(name), empty.requires_grad)
+            module._parameters[key] = made[id(empty)]
+
+    return fill
+
+
+@ENGINES.register("fsdp")
+def build_fsdp1(
+    module: nn.Module, source: WeightSource | None, device: torch.device, options: EngineOptions
+) -> TrainingEngine:
+    assert source is not None, "a sharded engine is given a module without weights"
+    memory = options.memory
+    for key, value, takes in (
+        ("offload_policy", memory.offload_policy, False),
+        ("tensor_parallel_size", memory.tensor_parallel_size, 1),
+    ):
+        if value != takes:
+            raise ConfigError(f"fsdp_config.{key}={value}: strategy=fsdp takes {takes}; fsdp2 can")
+    if memory.fsdp_size == 1:
+        raise ConfigError("fsdp_config.fsdp_size=1: nothing is sharded; strategy=local does that")
+    meshes = make_meshes(device, options)
+    arithmetic = Arithmetic.of(module)
+    prepare_module(module, options)
+    packed = PackedModel(module, offloads=options.activation_offload)
+    return TrainingEngine(
+        Fsdp1Layout(packed, source, meshes, device, options), arithmetic, device, options
+    )

@@ -1,0 +1,177 @@
+"""strategy=fsdp2: PyTorch's `fully_shard`. Parameters are DTensors, each cut along its rows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from caldera.engine.base import ENGINES, EngineOptions
+from caldera.engine.building import prepare_module
+from caldera.engine.layout import strip
+from caldera.engine.meshes import Meshes, make_meshes
+from caldera.engine.packed_model import PREFIX, PackedModel
+from caldera.engine.sharded import ShardedLayout, compute_dtype, units
+from caldera.engine.tensor_parallel import Cut, cut_matrices
+from caldera.engine.training import TrainingEngine
+from caldera.models.flops import Arithmetic
+from caldera.models.fresh import WeightSource
+
+HOST = torch.device("cpu")
+
+
+class Fsdp2Layout(ShardedLayout):
+    def __init__(
+        self,
+        packed: PackedModel,
+        source: WeightSource,
+        meshes: Meshes,
+        cut: Cut | None,
+        device: torch.device,
+        options: EngineOptions,
+    ) -> None:
+        super().__init__(packed, meshes, device)
+        self._cut = cut
+        self._stays_on_host = options.memory.offload_policy
+        self.root = packed
+        _shard(packed, meshes, device, options)
+        self._fill(source)
+
+    def finish_gradients(self) -> None:
+        if self._cut is not None:
+            for name, parameter in self.packed.inner.named_parameters():
+                if parameter.grad is not None:
+                    self._cut.add_up(name, _local(parameter.grad))
+
+    def clip(self, max_norm: float) -> Tensor:
+        gradients = [p.grad for p in self.root.parameters() if p.grad is not None]
+        norm = _norm(gradients, self._device)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        local = [_local(gradient) for gradient in gradients]
+        if local:
+            torch._foreach_mul_(local, factor.to(local[0].device))
+        return norm
+
+    def rest(self) -> None:
+        for part in self.packed.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    def move(self, device: torch.device) -> None:
+        if not self._stays_on_host:
+            self.rest()
+            self.packed.to(device)
+
+    def _fill(self, source: WeightSource) -> None:
+        """Give the parameters their values: one whole tensor at a time, of which a part is kept."""
+        shards = self._meshes.sharding
+        place, count = shards.get_local_rank(-1), shards.size(-1)
+        home = HOST if self._stays_on_host else self._device
+        values: dict[str, nn.Parameter] = {}
+        made: dict[int, nn.Parameter] = {}  # tied weights stay tied
+        for name, parameter in self.packed.named_parameters(remove_duplicate=False):
+            assert isinstance(parameter, DTensor)
+            if id(parameter) in made:
+                values[name] = made[id(parameter)]
+                continue
+            own = strip(name, PREFIX)
+            part = source.tensor(own)
+            if self._cut is not None:
+                part = self._cut.part(own, part)
+            rows = part.chunk(count)
+            shard = rows[place] if place < len(rows) else part[:0]
+            local = shard.to(home, copy=True).contiguous()
+            whole = DTensor.from_local(
+                local, parameter.device_mesh, parameter.placements, run_check=False,
+                shape=parameter.shape, stride=parameter.stride(),
+            )  # fmt: skip
+            made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            values[name] = made[id(parameter)]
+        self.packed.load_state_dict(values, strict=False, assign=True)
+        self.packed.to(home)  # the buffers, which come with their values
+        if self._stays_on_host:
+            for buffer_owner in self.packed.modules():
+                for key, buffer in buffer_owner.named_buffers(recurse=False):
+                    setattr(buffer_owner, key, buffer.to(self._device))
+
+
+def _shard(
+    packed: PackedModel, meshes: Meshes, device: torch.device, options: EngineOptions
+) -> None:
+    """Make the module, in place, one that gathers its parameters when they are needed."""
+    memory = options.memory
+    compute = compute_dtype(options)
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    offload = OffloadPolicy()
+    if memory.offload_policy:
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    parts = units(packed, options)
+    for part in parts:
+        own = next(part.parameters()).dtype
+        is_apart = own != next(packed.parameters()).dtype  # a head that is more precise
+        fully_shard(
+            part, mesh=meshes.sharding, reshard_after_forward=memory.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy() if is_apart else precision, offload_policy=offload,
+        )  # fmt: skip
+    fully_shard(
+        packed, mesh=meshes.sharding, reshard_after_forward=memory.reshard_after_forward,
+        mp_policy=precision, offload_policy=offload,
+    )  # fmt: skip
+    if memory.forward_prefetch:
+        for before, after in pairwise(parts):
+            before.set_modules_to_forward_prefetch([after])  # type: ignore[operator]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """The norm of all gradients, whatever meshes their parameters lie on."""
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        by_groups[_groups_that_share(gradient)].append(_local(gradient))
+    total = torch.zeros((), device=device)
+    for groups, local in by_groups.items():
+        square = nn.utils.get_total_norm(local).to(device).square()
+        for group in groups:
+            dist.all_reduce(square, group=group)
+        total = total + square
+    return total.sqrt()
+
+
+def _groups_that_share(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Ranks that have different parts of the gradient, by dimension of the mesh."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    mesh = gradient.device_mesh
+    return tuple(
+        mesh.get_group(number)
+        for number, placement in enumerate(gradient.placements)
+        if not placement.is_replicate()
+    )
+
+
+@ENGINES.register("fsdp2")
+def build_fsdp2(
+    module: nn.Module, source: WeightSource | None, device: torch.device, options: EngineOptions
+) -> TrainingEngine:
+    assert source is not None, "a sharded engine is given a module without weights"
+    meshes = make_meshes(device, options)
+    arithmetic = Arithmetic.of(module)
+    cut = cut_matrices(module, meshes.matrices) if meshes.matrices is not None else None
+    prepare_module(module, options)
+    packed = PackedModel(module, offloads=options.activation_offload)
+    layout = Fsdp2Layout(packed, source, meshes, cut, device, options)
+    return TrainingEngine(layout, arithmetic, device, options)

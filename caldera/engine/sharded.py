@@ -1,0 +1,104 @@
+"""What both kinds of FSDP have in common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from caldera.core_algos import LossScale
+from caldera.engine.base import EngineOptions
+from caldera.engine.building import decoder_layers
+from caldera.engine.layout import Layout, strip
+from caldera.engine.meshes import Meshes
+from caldera.engine.packed_model import PREFIX, PackedModel
+from caldera.models.adapters import VALUE_HEAD
+from caldera.models.forward import base_module
+from caldera.models.loading import DTYPES
+
+
+class ShardedLayout(Layout):
+    """Every rank holds a part of each parameter, and all ranks meet in each forward pass."""
+
+    is_whole = False
+
+    def __init__(self, packed: PackedModel, meshes: Meshes, device: torch.device) -> None:
+        self.packed = packed
+        self._meshes = meshes
+        self._device = device
+        self.dp_rank, self.dp_size = meshes.dp_rank, meshes.dp_size
+        self.is_spokesman = meshes.is_spokesman
+        self.sharers = dist.get_world_size() // meshes.dp_size
+        self.sequence = meshes.sequence
+
+    def loss_scale(self, mask: Tensor) -> LossScale:
+        scale = LossScale.from_mask(mask, self.dp_size)
+        own = (scale.batch_num_tokens, scale.global_batch_size)
+        counts = torch.stack([torch.as_tensor(count) for count in own])
+        dist.all_reduce(counts)  # on the host: rows are still there
+        # Ranks that have the same rows have counted them too.
+        counts //= self.sharers
+        tokens, rows = counts.to(self._device, non_blocking=True)
+        return replace(scale, batch_num_tokens=tokens, global_batch_size=rows)
+
+    def least_micro_batches(self, own: int) -> int:
+        most = torch.tensor(own)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most)
+
+    def finish_gradients(self) -> None:
+        """FSDP has averaged them on the way."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        state = cast(dict[str, Tensor], get_model_state_dict(self.root))
+        return {strip(name, PREFIX): tensor for name, tensor in state.items()}
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        there = cast(DTensor, tensor.to(self._device))  # where the ranks can talk
+        return there.full_tensor()
+
+    def check(self) -> None:
+        """Each rank has read its own part of the same files."""
+
+
+def units(packed: PackedModel, options: EngineOptions) -> list[nn.Module]:
+    """The parts that are gathered and dropped whole; what is left over belongs to the root."""
+    inner = packed.inner
+    least = options.memory.wrap_policy.min_num_params
+    if least > 0:
+        found = _large_parts(base_module(inner).base_model, least)
+    else:
+        found = decoder_layers(inner)
+    head = getattr(base_module(inner), VALUE_HEAD, None)
+    if isinstance(head, nn.Module) and _has_own_precision(head, inner):
+        found = [*found, head]
+    return found
+
+
+def _large_parts(module: nn.Module, least: int) -> list[nn.Module]:
+    """The innermost parts with at least so many parameters."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        inner = _large_parts(child, least)
+        if not inner and sum(p.numel() for p in child.parameters()) >= least:
+            inner = [] if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
+        found += inner
+    return found
+
+
+def _has_own_precision(head: nn.Module, inner: nn.Module) -> bool:
+    return next(head.parameters()).dtype != next(inner.parameters()).dtype
+
+
+def compute_dtype(options: EngineOptions) -> torch.dtype | None:
+    """The precision to compute in, where it is not that of the parameters."""
+    memory = options.memory
+    compute = DTYPES[memory.dtype or memory.model_dtype]
+    return None if compute == DTYPES[memory.model_dtype] else compute

@@ -1,0 +1,175 @@
+"""Hugging Face models with their weights, or without them but with the place of each weight."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from caldera.models.adapters import VALUE_HEAD
+from caldera.models.attention import ATTENTION
+from caldera.models.files import WeightFiles, find_weight_files
+from caldera.models.fresh import (
+    Reader,
+    fill,
+    fresh_parameter,
+    parameters_on_meta,
+    seeded,
+    take_values,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides a model: class, files, config, and the seed of what the files lack."""
+
+    factory: Any
+    path: str
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    seed: int
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, the names of what its files lack, and a reader of each value that is not in it."""
+
+    model: PreTrainedModel
+    missing: list[str]
+    readers: dict[str, Reader]
+
+
+def load_whole(recipe: Recipe) -> Loaded:
+    """A model with all its weights, on the CPU."""
+    with seeded(recipe.seed):
+        model, told = recipe.factory.from_pretrained(
+            recipe.path,
+            config=recipe.config,
+            dtype=recipe.dtype,
+            attn_implementation=ATTENTION,
+            trust_remote_code=recipe.trust_remote_code,
+            ignore_mismatched_sizes=True,  # which is told below, in one line
+            output_loading_info=True,
+        )
+    for name, held, wanted in sorted(told["mismatched_keys"]):
+        raise ValueError(f"{name} is {tuple(held)} in its files and {tuple(wanted)} in the model")
+    parameters = {name for name, _ in model.named_parameters()}
+    fresh = parameters.intersection(told["missing_keys"])
+    fill(model, {name: fresh_parameter(model, name, recipe.seed) for name in fresh})
+    return Loaded(model, sorted(told["missing_keys"]), {})
+
+
+def load_empty(recipe: Recipe) -> Loaded:
+    """A model whose parameters are on the meta device, and readers of all their values."""
+    files = find_weight_files(recipe.path)
+    if files is not None:
+        model = _build_empty(recipe)
+        places = _places(model, files, recipe.config)
+        if places is not None:
+            return _with_readers(model, files, places, recipe.seed)
+    logger.warning(
+        "%s: its files do not hold the model's parameters one by one as safetensors, so the whole "
+        "model is kept in host memory until it is distributed", recipe.path,
+    )  # fmt: skip
+    whole = load_whole(recipe)
+    values = take_values(whole.model)
+    readers: dict[str, Reader] = {name: partial(values.__getitem__, name) for name in values}
+    return Loaded(whole.model, whole.missing, readers)
+
+
+def _build_empty(recipe: Recipe) -> PreTrainedModel:
+    with seeded(recipe.seed), parameters_on_meta():
+        model = recipe.factory.from_config(
+            copy.deepcopy(recipe.config),
+            dtype=recipe.dtype,
+            attn_implementation=ATTENTION,
+            trust_remote_code=recipe.trust_remote_code,
+        ).eval()
+    if model.can_generate():
+        model.generation_config = _generation_config(recipe.path)
+    return cast(PreTrainedModel, model)
+
+
+def _generation_config(path: str) -> GenerationConfig:
+    """That of the folder, or else what the model's config says of it, as in `from_pretrained`."""
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return GenerationConfig.from_pretrained(
+            path, config_file_name="config.json", _from_model_config=True
+        )
+
+
+def _places(
+    model: PreTrainedModel, files: WeightFiles, config: PreTrainedConfig
+) -> dict[str, str | None] | None:
+    """Under which name the files hold each parameter and buffer; None where they lack it.
+
+    None altogether where loading means more than copying what has the same name and shape, which
+    is left to transformers then. What may be missing is a value head.
+    """
+    if _is_converted(model, config):
+        return None
+    shapes = files.shapes()
+    places: dict[str, str | None] = {}
+    for tensor, names in _stored(model):
+        held = [name for name in names if name in shapes]
+        if any(shapes[name] != tuple(tensor.shape) for name in held):
+            return None
+        if not _all_equal(files, held):  # then transformers does not tie them
+            return None
+        if not held and not names[0].startswith(f"{VALUE_HEAD}."):
+            return None
+        places.update(dict.fromkeys(names, held[0] if held else None))
+    return places
+
+
+def _is_converted(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
+    """Whether transformers renames, merges, casts or quantises weights of such a model."""
+    return bool(
+        get_model_conversion_mapping(model, add_legacy=False)
+        or (model.dtype != torch.float32 and model._keep_in_fp32_modules_strict)
+        or getattr(config, "quantization_config", None)
+        or getattr(config, "transformers_weights", None)
+    )
+
+
+def _stored(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """Each tensor that belongs into a file, with all its names."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return list(found.values())
+
+
+def _all_equal(files: WeightFiles, names: list[str]) -> bool:
+    return all(torch.equal(files.tensor(names[0]), files.tensor(name)) for name in names[1:])
+
+
+def _with_readers(
+    model: PreTrainedModel, files: WeightFiles, places: dict[str, str | None], seed: int
+) -> Loaded:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    readers: dict[str, Reader] = {}
+    for name, place in places.items():
+        if place is None:
+            readers[name] = fresh_parameter(model, name, seed)
+        elif name in parameters:
+            readers[name] = partial(_read, files, place, parameters[name].dtype)
+        else:
+            model.get_buffer(name).copy_(files.tensor(place))
+    return Loaded(model, sorted(name for name in places if places[name] is None), readers)
+
+
+def _read(files: WeightFiles, name: str, dtype: torch.dtype) -> Tensor:
+    return files.tensor(name).to(dtype)

@@ -1,0 +1,193 @@
+"""One file or folder of a store, whichever store it is."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import unquote
+
+import fsspec.core
+from fsspec.registry import known_implementations
+
+from caldera.errors import ConfigError
+from caldera.storage.http import PROTOCOLS as HTTP
+from caldera.storage.http import HttpFiles
+from caldera.storage.paths import shown_url
+from caldera.storage.transfer import CountedFile, Transfer, reason_of
+
+CONTENT_MARKS = (
+    "ETag", "etag", "md5Hash", "content_md5", "checksum", "crc32c", "sha256", "blob_id",
+)  # fmt: skip
+"""What stores call a value that changes with a file's content."""
+TIME_MARKS = ("mtime", "LastModified", "last_modified", "updated", "modificationTime", "created")
+"""What they call the time of its last change, for want of such a value."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    name: str
+    """Its path below the store's URL; empty if the URL names the file itself."""
+    path: str
+    """What the store calls it."""
+    size: int | None
+    mark: str
+    """Changes when the content does, as far as the store tells."""
+
+
+class Store:
+    """What a URL names. Names are paths below it, with slashes.
+
+    A URL that cannot be used is a ConfigError that names the config key. Whatever goes wrong
+    afterwards is an OSError, and may go well another time.
+    """
+
+    def __init__(self, url: str, key: str) -> None:
+        self.url = url
+        self._key = key
+        try:
+            self._open()  # tells of a missing package now
+        except OSError as error:
+            raise ConfigError(f"{self.told}: {reason_of(error)}{self._hint()}") from error
+
+    @property
+    def told(self) -> str:
+        """`key='url'`, for messages."""
+        return f"{self._key}={shown_url(self.url)!r}"
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL; of one that is made of several, the last part of the first."""
+        first = next(part for part in self.url.split("::") if "://" in part)
+        last = unquote(first.partition("?")[0].rstrip("/").rpartition("/")[2])
+        return last if last.strip(".") else "files"
+
+    @property
+    def is_read_only(self) -> bool:
+        return self._protocol in HTTP
+
+    def files(self, name: str = "") -> list[StoredFile]:
+        """Every file at or below the name."""
+        with _as_os_error():
+            system, path = self._open(name)
+            system.invalidate_cache()
+            info = system.info(path)
+            if info["type"] != "directory":
+                return [_stored("", path, info)]
+            found = system.find(path, detail=True)
+            if not found:
+                raise FileNotFoundError(path)
+            return [_stored(self._below(path, file), file, each) for file, each in found.items()]
+
+    def folders(self) -> list[str]:
+        """The names directly below the URL; none if there is nothing there."""
+        with _as_os_error(), suppress(FileNotFoundError):
+            system, path = self._open()
+            system.invalidate_cache()
+            return [str(child).rstrip("/").rpartition("/")[2] for child in system.ls(path, False)]
+        return []
+
+    def exists(self, name: str) -> bool:
+        with _as_os_error():
+            system, path = self._open(name)
+            system.invalidate_cache()
+            return bool(system.exists(path))
+
+    def get(self, file: StoredFile, target: Path, transfer: Transfer) -> None:
+        """Copy a file here; it has come whole, or this raises."""
+        counted = CountedFile(transfer)
+        try:
+            with _as_os_error():
+                self._open()[0].get_file(file.path, str(target), callback=counted)
+            came = target.stat().st_size
+            if file.size is not None and came != file.size:
+                name = file.name or self.name
+                raise OSError(f"{came} bytes of {name} came, instead of {file.size}")
+            counted.tell(came)
+        except OSError:
+            with suppress(OSError):  # of a transfer that was stopped
+                counted.tell(0)
+            raise
+
+    def put(self, source: Path, name: str, transfer: Transfer) -> None:
+        """Copy a file there, over one that there may be."""
+        counted = CountedFile(transfer)
+        try:
+            self._put(source, name, counted)
+            counted.tell(source.stat().st_size)
+        except OSError:
+            counted.tell(0)
+            raise
+
+    def read_text(self, name: str) -> str | None:
+        """A small file's text; None if there is no such file."""
+        with _as_os_error(), suppress(FileNotFoundError):
+            system, path = self._open(name)
+            return str(system.cat_file(path).decode())
+        return None
+
+    def write_text(self, name: str, text: str) -> None:
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            file.write(text)
+            file.flush()
+            self._put(Path(file.name), name, CountedFile(Transfer(name, len(text))))
+
+    def remove(self, name: str) -> None:
+        """Remove a file or a folder, if there is one."""
+        with _as_os_error(), suppress(FileNotFoundError):
+            system, path = self._open(name)
+            system.invalidate_cache()
+            system.rm(path, recursive=True)
+
+    def _put(self, source: Path, name: str, counted: CountedFile) -> None:
+        with _as_os_error():
+            system, path = self._open(name)
+            if not system.async_impl:  # those are object stores: they have no folders to make
+                system.makedirs(path.rpartition("/")[0], exist_ok=True)
+            system.put_file(str(source), path, callback=counted)
+
+    @property
+    def _protocol(self) -> str:
+        return self.url.partition("://")[0]
+
+    def _open(self, name: str = "") -> tuple[Any, str]:
+        """(the file system, the path in it); fsspec keeps those that it made, one for a thread."""
+        if self._protocol in HTTP:
+            return HttpFiles(), self.url
+        try:
+            with _as_os_error(ImportError, ValueError):
+                system, path = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"{self.told}: {reason_of(error)}") from error
+        return system, f"{path.rstrip('/')}/{name}" if name else path
+
+    def _below(self, root: str, path: str) -> str:
+        name = path.removeprefix(root).lstrip("/")
+        name = unquote(name) if self._protocol in HTTP else name
+        if not path.startswith(root) or ".." in PurePosixPath(name).parts or not name:
+            raise OSError(f"{path} does not lie below {root}")
+        return name
+
+    def _hint(self) -> str:
+        said = known_implementations.get(self._protocol, {}).get("err")
+        return f" ({said})" if said else ""
+
+
+@contextmanager
+def _as_os_error(*kept: type[Exception]) -> Iterator[None]:
+    """Stores raise the errors of their own libraries, which have no other base in common."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (OSError, *kept)):
+            raise
+        raise OSError(f"{type(error).__name__}: {reason_of(error)}") from error
+
+
+def _stored(name: str, path: str, info: dict[str, Any]) -> StoredFile:
+    marks = (*CONTENT_MARKS, *TIME_MARKS)
+    mark = next((f"{m} {info[m]}" for m in marks if info.get(m) is not None), "")
+    return StoredFile(name, path, info.get("size"), mark)

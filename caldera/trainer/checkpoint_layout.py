@@ -1,0 +1,56 @@
+"""What the checkpoints of a run are called, here and in a remote copy, and which of them are kept.
+
+{root}/latest_checkpointed_iteration.txt     the newest complete step
+{root}/global_step_{N}/actor, critic, data.pt, trainer_state.json
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from caldera.config import TrainerConfig
+
+TRACKER = "latest_checkpointed_iteration.txt"
+ROLES = ("actor", "critic")
+_STEP_FOLDER = re.compile(r"global_step_(\d+)$")
+
+
+def step_folder(step: int) -> str:
+    """What the folder of a step is called."""
+    return f"global_step_{step}"
+
+
+def is_step_folder(name: str) -> bool:
+    """Whether a run of this program would call a folder so."""
+    return _STEP_FOLDER.match(name) is not None
+
+
+def tells_step(name: str) -> bool:
+    """Whether a name ends as that of a step's folder does."""
+    return _STEP_FOLDER.search(name) is not None
+
+
+def step_of(folder: Path | str) -> int:
+    """The step that a checkpoint folder's name tells."""
+    match = _STEP_FOLDER.search(str(folder))
+    assert match is not None, folder
+    return int(match[1])
+
+
+def expired_roles(
+    steps: Iterable[int], newest: int, config: TrainerConfig
+) -> list[tuple[int, str]]:
+    """(step, role) of everything beyond the numbers to keep.
+
+    Checkpoints of later steps than the newest belong to a run that this one has gone back behind:
+    they count as older.
+    """
+    by_age = sorted(steps, key=lambda step: (step <= newest, step))
+    limits = (config.max_actor_ckpt_to_keep, config.max_critic_ckpt_to_keep)
+    return [
+        (step, role)
+        for role, keep in zip(ROLES, limits, strict=True)
+        for step in by_age[: -keep if keep else 0]
+    ]

@@ -1,0 +1,105 @@
+"""What the roles do alike: build an engine, and write its checkpoints."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from caldera.config import CheckpointConfig, ModelConfig
+from caldera.data import hf_tokenizer
+from caldera.engine import ENGINES, Engine, EngineOptions
+from caldera.models.forward import base_module
+from caldera.models.loading import Built
+from caldera.models.seeds import derive_seed
+from caldera.single_controller import Worker
+
+SHARDING = ("fsdp", "fsdp2")
+
+
+def build_engine(
+    strategy: str, build: Callable[[bool], Built], device: torch.device, options: EngineOptions
+) -> Engine:
+    """The engine of a strategy; `build` makes the module, without its weights if told so.
+
+    One process alone has nothing to shard: fsdp and fsdp2 are `local` there, unless parameters are
+    to stay on the host while it computes on the device.
+    """
+    is_sharded = strategy in SHARDING
+    if is_sharded and _ranks() == 1:
+        if options.memory.offload_policy:
+            _join_alone()
+        else:
+            strategy, is_sharded = "local", False
+    built = build(is_sharded)
+    engine = ENGINES[strategy](built.module, built.source, device, options)
+    if _ranks() > 1:  # a process of its own, whose generators nobody has seeded
+        _seed_everything(derive_seed(options.memory.seed, "rank", engine.dp_rank))
+    return engine
+
+
+def compiles(device: torch.device, *switches: bool) -> bool:
+    """Whether to compile: on a GPU, unless one of the keys says no."""
+    return device.type == "cuda" and all(switches)
+
+
+def register_mesh(worker: Worker, name: str, engine: Engine) -> None:
+    """Say which rows of a batch this rank gets for its engine, and if its answer is collected."""
+    worker._register_dispatch_collect_info(name, engine.dp_rank, engine.is_spokesman)
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _join_alone() -> None:
+    """A process group of this process alone, which FSDP asks for."""
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=dist.HashStore(),  # type: ignore[attr-defined]
+            rank=0, world_size=1,
+        )  # fmt: skip
+
+
+def _seed_everything(seed: int) -> None:
+    """What draws from a global generator, such as dropout, draws the same in every run."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def save_role(
+    engine: Engine, folder: Path, checkpoint: CheckpointConfig, model: ModelConfig
+) -> None:
+    """Engine state, and a `huggingface` folder with config and tokenizer.
+
+    To be called by every rank; `engine.wait_for_save` tells when all have written their part.
+    """
+    adapter = engine.adapter_weights()
+    if engine.dp_rank == 0 and engine.is_spokesman:
+        _save_descriptions(engine.module, folder, model, adapter)
+    engine.save(folder, checkpoint.save_contents)
+
+
+def _save_descriptions(
+    module: nn.Module, folder: Path, model: ModelConfig, adapter: dict[str, Tensor]
+) -> None:
+    target = folder / "huggingface"
+    hugging_face = base_module(module)
+    hugging_face.config.save_pretrained(target)
+    if hugging_face.can_generate():
+        hugging_face.generation_config.save_pretrained(target)
+    tokenizer = hf_tokenizer(
+        model.tokenizer_path or model.path or "",
+        trust_remote_code=model.trust_remote_code,
+        custom_chat_template=model.custom_chat_template,
+    )
+    tokenizer.save_pretrained(target)
+    if adapter:
+        module.save_pretrained(folder / "lora_adapter", state_dict=adapter)  # type: ignore[operator]
