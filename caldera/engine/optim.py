@@ -54,21 +54,15 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
 def step_if_finite(optimizer: Optimizer, norm: Tensor) -> None:
     """Take an optimiser step, unless the gradient norm is infinite or no number.
 
-    Fused optimisers decide so on a GPU by themselves; with others, the host must wait and look.
+    Fused optimisers decide so on the device; with others, the host must wait and look.
     """
     is_bad = ~torch.isfinite(norm)
-    if _decides_itself(optimizer):
+    if all(group.get("fused") for group in optimizer.param_groups):
         optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
         optimizer.step()
         del optimizer.found_inf  # type: ignore[attr-defined]
     elif not bool(is_bad):
         optimizer.step()
-
-
-def _decides_itself(optimizer: Optimizer) -> bool:
-    groups = optimizer.param_groups
-    plain = all(p.is_cuda and type(p.data) is Tensor for group in groups for p in group["params"])
-    return plain and all(group.get("fused") for group in groups)
 
 
 def build_schedule(optimizer: Optimizer, config: OptimizerConfig) -> LambdaLR:
