@@ -92,5 +92,7 @@ def build_local(
         "fsdp_config.tensor_parallel_size": options.memory.tensor_parallel_size,
     }.items():
         if value != 1:
-            raise ConfigError(f"{key}={value}: strategy=local takes 1; fsdp and fsdp2 share tokens")
+            raise ConfigError(f"{key}={value}: strategy=local takes 1; fsdp2 can")
+    if options.memory.offload_policy:
+        raise ConfigError("fsdp_config.offload_policy=True: strategy=local takes false; fsdp2 can")
     return LocalEngine(module, device, options.memory, options.optim, options=options)
