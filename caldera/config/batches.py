@@ -131,7 +131,8 @@ def _check_micro_batch(part: MicroBatches, config: PPOTrainerConfig) -> None:
         raise ConfigError(
             f"{part.group}.{part.tokens_key}={budget // sharers}{shared} tokens cannot hold one "
             f"sample of up to {longest} tokens ({ROLLOUT}.prompt_length={rollout.prompt_length} + "
-            f"{ROLLOUT}.response_length={rollout.response_length}); takes at least {longest}"
+            f"{ROLLOUT}.response_length={rollout.response_length}); takes at least "
+            f"{-(-longest // sharers)}"
         )
 
 

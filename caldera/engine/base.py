@@ -102,6 +102,8 @@ class Engine(ABC):
     """Whether this rank answers for those that have the same rows."""
     sharers: int
     """How many have the same rows, and share the work on them."""
+    shared_tokens: int
+    """How many of these share tokens; the others share matrices."""
 
     @abstractmethod
     def infer(self, batch: DataProto, plan: ForwardPlan) -> Outputs:
@@ -152,6 +154,10 @@ class Engine(ABC):
     @abstractmethod
     def wait_for_save(self) -> None:
         """Return, or raise what went wrong, once the last `save` has written everything."""
+
+    @abstractmethod
+    def rest(self) -> None:
+        """Give back what passes without gradients have gathered."""
 
     @abstractmethod
     def onload(self, optimizer: bool = False) -> None:

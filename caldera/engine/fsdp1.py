@@ -13,14 +13,15 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
+from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from caldera.engine.base import ENGINES, EngineOptions
-from caldera.engine.building import prepare_module
+from caldera.engine.building import decoder_layers, prepare_module
 from caldera.engine.layout import strip
 from caldera.engine.meshes import Meshes, make_meshes
 from caldera.engine.packed_model import PREFIX, PackedModel
-from caldera.engine.sharded import ShardedLayout, compute_dtype, units
+from caldera.engine.sharded import ShardedLayout, compute_dtype, rope_kind, units
 from caldera.engine.training import TrainingEngine
 from caldera.errors import ConfigError
 from caldera.models.flops import Arithmetic
@@ -63,14 +64,21 @@ class Fsdp1Layout(ShardedLayout):
             param_init_fn=_filler(packed, source),
             device_id=torch.cuda.current_device() if device.type == "cuda" else device,
             forward_prefetch=memory.forward_prefetch,
-            # Parameters that are trained and others that are not cannot be one flat tensor.
-            use_orig_params=memory.use_orig_params or has_adapter,
+            # Parameters that are trained and others that are not cannot be one flat tensor, and
+            # layers whose parameters are one are not compiled.
+            use_orig_params=memory.use_orig_params or has_adapter or options.compiles,
         )
 
     def clip(self, max_norm: float) -> Tensor:
         return self.root.clip_grad_norm_(max_norm)
 
+    def rest(self) -> None:
+        for part in FullyShardedDataParallel.fsdp_modules(self.root):
+            if part._handle is not None:
+                _reshard(part, part._handle, True)
+
     def move(self, device: torch.device) -> None:
+        self.rest()
         for part in FullyShardedDataParallel.fsdp_modules(self.root):
             handle = part._handle
             if handle is not None:
@@ -117,9 +125,14 @@ def build_fsdp1(
     ):
         if value != takes:
             raise ConfigError(f"fsdp_config.{key}={value}: strategy=fsdp takes {takes}; fsdp2 can")
+    if len({parameter.dtype for parameter in decoder_layers(module)[0].parameters()}) > 1:
+        raise ConfigError(
+            f"fsdp_config.model_dtype={memory.model_dtype}: with a LoRA adapter, which is float32, "
+            "strategy=fsdp takes fp32; fsdp2 can"
+        )
     if memory.fsdp_size == 1:
         raise ConfigError("fsdp_config.fsdp_size=1: nothing is sharded; strategy=local does that")
-    meshes = make_meshes(device, options)
+    meshes = make_meshes(device, options, rope_kind(module))
     arithmetic = Arithmetic.of(module)
     prepare_module(module, options)
     packed = PackedModel(module, offloads=options.activation_offload)

@@ -22,7 +22,7 @@ from caldera.engine.building import prepare_module
 from caldera.engine.layout import strip
 from caldera.engine.meshes import Meshes, make_meshes
 from caldera.engine.packed_model import PREFIX, PackedModel
-from caldera.engine.sharded import ShardedLayout, compute_dtype, units
+from caldera.engine.sharded import ShardedLayout, compute_dtype, rope_kind, units
 from caldera.engine.tensor_parallel import Cut, cut_matrices
 from caldera.engine.training import TrainingEngine
 from caldera.models.flops import Arithmetic
@@ -144,7 +144,8 @@ def _norm(gradients: list[Tensor], device: torch.device) -> Tensor:
         by_groups[_groups_that_share(gradient)].append(_local(gradient))
     total = torch.zeros((), device=device)
     for groups, local in by_groups.items():
-        square = nn.utils.get_total_norm(local).to(device).square()
+        norms = torch.stack(torch._foreach_norm(local, dtype=torch.float32))
+        square = norms.to(device).square().sum()
         for group in groups:
             dist.all_reduce(square, group=group)
         total = total + square
@@ -168,7 +169,7 @@ def build_fsdp2(
     module: nn.Module, source: WeightSource | None, device: torch.device, options: EngineOptions
 ) -> TrainingEngine:
     assert source is not None, "a sharded engine is given a module without weights"
-    meshes = make_meshes(device, options)
+    meshes = make_meshes(device, options, rope_kind(module))
     arithmetic = Arithmetic.of(module)
     cut = cut_matrices(module, meshes.matrices) if meshes.matrices is not None else None
     prepare_module(module, options)

@@ -38,8 +38,8 @@ class Meshes:
         return self.sharding.size()
 
 
-def make_meshes(device: torch.device, options: EngineOptions) -> Meshes:
-    """Arrange all ranks of the process group as the options say."""
+def make_meshes(device: torch.device, options: EngineOptions, rope: str = "default") -> Meshes:
+    """Arrange all ranks of the process group as the options say; `rope`: kind of positions."""
     memory = options.memory
     world, rank = dist.get_world_size(), dist.get_rank()
     tensor, sequence = memory.tensor_parallel_size, options.sequence_parallel
@@ -50,6 +50,11 @@ def make_meshes(device: torch.device, options: EngineOptions) -> Meshes:
     }.items():
         if world % size:
             raise ConfigError(f"{key}={size} does not divide the {world} ranks")
+    if sequence > 1 and rope in ("dynamic", "longrope"):
+        raise ConfigError(
+            f"ulysses_sequence_parallel_size={sequence}: the model's rotary embedding ({rope}) "
+            "depends on the longest sequence, of which each rank would see a part; takes 1"
+        )
     rest = world // tensor
     shards = rest if memory.fsdp_size in (-1, 0) else min(memory.fsdp_size, rest)
     if rest % shards:

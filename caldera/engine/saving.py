@@ -64,7 +64,6 @@ class Checkpoint:
     def wait(self) -> None:
         if self._pending is not None:
             self._pending.wait()
-            self._pending = None
 
     def load(self, folder: Path, contents: list[str]) -> dict[str, Any] | None:
         """Restore weights, optimiser and random generators; returns the rest of the state."""

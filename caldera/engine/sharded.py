@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import cast
 
@@ -73,13 +74,22 @@ def units(packed: PackedModel, options: EngineOptions) -> list[nn.Module]:
     inner = packed.inner
     least = options.memory.wrap_policy.min_num_params
     if least > 0:
-        found = _large_parts(base_module(inner).base_model, least)
+        tied = _tied(inner)
+        large = _large_parts(base_module(inner).base_model, least)
+        # A weight that the head shares belongs to the root, which holds the head.
+        found = [part for part in large if not tied & {id(p) for p in part.parameters()}]
     else:
         found = decoder_layers(inner)
     head = getattr(base_module(inner), VALUE_HEAD, None)
     if isinstance(head, nn.Module) and _has_own_precision(head, inner):
         found = [*found, head]
     return found
+
+
+def _tied(module: nn.Module) -> set[int]:
+    """The parameters that go by several names, by identity."""
+    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+    return {parameter for parameter, count in uses.items() if count > 1}
 
 
 def _large_parts(module: nn.Module, least: int) -> list[nn.Module]:
@@ -102,3 +112,10 @@ def compute_dtype(options: EngineOptions) -> torch.dtype | None:
     memory = options.memory
     compute = DTYPES[memory.dtype or memory.model_dtype]
     return None if compute == DTYPES[memory.model_dtype] else compute
+
+
+def rope_kind(module: nn.Module) -> str:
+    """The kind of the model's rotary embedding, as its config names it."""
+    config = base_module(module).config
+    told = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return str(told.get("rope_type", "default"))

@@ -49,9 +49,12 @@ class TrainingEngine(Engine):
         self.is_whole = layout.is_whole
         self.dp_rank, self.dp_size = layout.dp_rank, layout.dp_size
         self.is_spokesman, self.sharers = layout.is_spokesman, layout.sharers
+        self.shared_tokens = layout.sequence.size
         self._layout = layout
         self.device = device
-        self._memory = options.memory
+        self._memory = memory = options.memory
+        # With the policy it never leaves the host.
+        self._offloads_optimizer = memory.optimizer_offload and not memory.offload_policy
         self._grad_clip = options.grad_clip
         self._optimizer: torch.optim.Optimizer | None = None
         if options.optim is not None:
@@ -76,7 +79,7 @@ class TrainingEngine(Engine):
                 for name, value in outputs.items():  # (b, R)
                     whole = found.setdefault(name, value.new_zeros(rows, width))
                     whole.index_copy_(0, where, value)
-        self._layout.rest()
+        self._rest(plan)
         return {name: value.float().cpu() for name, value in found.items()}
 
     def train(self, mini_batch: DataProto, loss_fn: LossFn, plan: ForwardPlan) -> dict[str, Tensor]:
@@ -98,6 +101,7 @@ class TrainingEngine(Engine):
         self.version += 1
         self._optimizer.zero_grad(set_to_none=True)
         self._layout.root.eval()
+        self._rest(plan)
         return {**totals, "grad_norm": norm}
 
     def frozen_states(self, packed: PackedRows) -> FrozenStates:
@@ -129,14 +133,14 @@ class TrainingEngine(Engine):
     def onload(self, optimizer: bool = False) -> None:
         if self._memory.param_offload:
             self._layout.move(self.device)
-        if optimizer and self._memory.optimizer_offload and self._optimizer is not None:
+        if optimizer and self._offloads_optimizer and self._optimizer is not None:
             _move_optimizer(self._optimizer, self.device)
 
     def offload(self) -> None:
         host = torch.device("cpu")
         if self._memory.param_offload:
             self._layout.move(host)
-        if self._memory.optimizer_offload and self._optimizer is not None:
+        if self._offloads_optimizer and self._optimizer is not None:
             _move_optimizer(self._optimizer, host)
         if self.device.type == "cuda" and (
             self._memory.param_offload or self._memory.optimizer_offload
@@ -171,6 +175,14 @@ class TrainingEngine(Engine):
                 ):
                     group["lr"] = rate
         self._layout.check()
+
+    def rest(self) -> None:
+        self._layout.rest()
+
+    def _rest(self, plan: ForwardPlan) -> None:
+        self.rest()
+        if plan.reference is not None:
+            plan.reference.rest()
 
     # ---- one micro-batch
 

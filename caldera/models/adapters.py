@@ -147,6 +147,8 @@ def _saved_config(folder: str, task: str, asked: str) -> Any:
     if told.get("task_type") not in (None, task):
         raise ConfigError(f"{asked}: it was made for {told['task_type']}, this model is {task}")
     odd = [name for name in NOT_MERGED if told.get(name)]
+    if told.get("bias", "none") != "none":  # biases are not saved with adapters
+        odd.append("bias")
     if told.get("init_lora_weights", True) not in STARTS:
         odd.append("init_lora_weights")
     if odd:

@@ -192,6 +192,8 @@ class WorkerGroup(ABC):
 
     def parts(self, method_name: str) -> int:
         """Into how many parts the rows of a batch are cut for a method."""
+        if method_name not in self._methods:
+            return self.world_size
         mode = self._methods[method_name].dispatch_mode
         mesh_name = None if isinstance(mode, Dispatch) else mode.get("mesh_name")
         if mesh_name is None:

@@ -80,6 +80,7 @@ def _current(store: Store, files: Sequence[StoredFile], place: Path) -> Path:
             except OSError:
                 if not copy.exists():  # else another process was first, where there are no locks
                     raise
+            os.utime(final)
             _remove_unused(place)
         os.utime(final)
     return copy

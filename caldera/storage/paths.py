@@ -39,8 +39,8 @@ def cache_folder() -> Path:
 
 
 def shown_url(url: str) -> str:
-    """The URL as messages show it: without a password, and without a query, which may sign it."""
-    return re.sub(r"//([^/@:]*):[^/@]*@", r"//\1:***@", url.partition("?")[0])
+    """The URL as messages show it: without who asks, and without a query, which may sign it."""
+    return re.sub(r"//[^/]*@", "//***@", url.partition("?")[0])
 
 
 def below_url(url: str, name: str) -> str:

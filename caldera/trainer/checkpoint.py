@@ -113,6 +113,10 @@ class CheckpointFolder:
         if self._uploads is not None:
             self._uploads.add(step)
 
+    def abandon(self) -> None:
+        """Forget the save in flight, which somebody could not write."""
+        self.in_flight = None
+
     def metrics(self) -> dict[str, float]:
         """What a save is to be logged with, beside the time that it took."""
         return {} if self._uploads is None else {"checkpoint/failed_uploads": self._uploads.failed}
@@ -148,6 +152,9 @@ class CheckpointFolder:
         One that the store lacks is uploaded from now on; the local copy of one that it has is
         deleted, where the config says so.
         """
+        if self._remote is not None and self._config.resume_mode == "resume_path":
+            # Else `auto` would go back to a later step of the branch that is left here.
+            self._try_remote(self._remote.forget, f"{TRACKER} cannot be removed")
         if self._uploads is not None and self._missing_there is not None:
             self._uploads.add(self._missing_there)
         if not self._config.del_local_ckpt_after_load:
@@ -224,6 +231,11 @@ class CheckpointFolder:
 
     def _publish(self, step: int) -> None:
         partial, final = self.root / f".partial_global_step_{step}", self.root / step_folder(step)
+        if not (partial / "actor").is_dir():
+            raise CheckpointError(
+                f"trainer.default_local_dir={str(self.root)!r}: the ranks have written their "
+                f"checkpoint of step {step} elsewhere; it must be one folder that all nodes share"
+            )
         replaced = self.root / f".replaced_global_step_{step}"
         _flush(partial)
         if final.exists():  # a resumed run reaches the same step again
@@ -241,7 +253,7 @@ class CheckpointFolder:
             for step, role in expired_roles(steps, newest, self._config):
                 if step in idle:
                     shutil.rmtree(self.root / step_folder(step) / role, ignore_errors=True)
-            for folder in (self.root / step_folder(step) for step in idle):
+            for folder in (self.root / step_folder(step) for step in idle if step != newest):
                 if not any((folder / role).exists() for role in ROLES):
                     shutil.rmtree(folder)
 

@@ -45,8 +45,8 @@ FORWARDING_S = 2.0
 """How long Ray may take to forward the last lines that the driver wrote."""
 REACH_S = 10.0
 """How long the cluster's address may take to answer."""
-OWN_PREFIXES = ("CALDERA_", "VERL_")
-"""Variables of the user's shell that hold in all processes."""
+OWN_PREFIXES = ("AWS_", "AZURE_", "CALDERA_", "FSSPEC_", "GOOGLE_", "HF_", "VERL_", "WANDB_")
+"""Variables of the user's shell that hold in all processes: Caldera's, and the keys of stores."""
 
 
 class RayGroups:
@@ -167,8 +167,8 @@ def _drive(
     except errors.RayActorError as error:
         raise WorkerError(f"the driver has failed: {reason_of(error)}") from error
     finally:
-        _write_timeline(config.ray_kwargs.timeline_json_file)
         ray.kill(driver)
+        _write_timeline(config.ray_kwargs.timeline_json_file)
 
 
 def connect(config: PPOTrainerConfig) -> bool:
@@ -194,6 +194,7 @@ def connect(config: PPOTrainerConfig) -> bool:
             ray.init(**arguments)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         given = _without_nulls(config.ray_kwargs.ray_init)
+        given = {name: "..." if name == "runtime_env" else value for name, value in given.items()}
         raise ConfigError(
             f"ray_kwargs.ray_init={given}, RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: "
             f"no connection to Ray: {error}"

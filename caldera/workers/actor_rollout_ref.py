@@ -181,11 +181,11 @@ class ActorRolloutRefWorker(Worker):
             compiles=compiles(self.device, ref.use_torch_compile, memory.use_torch_compile),
         )  # fmt: skip
         engine = build_engine(ref.strategy, self._policy(memory), self.device, options)
-        if engine.dp_size != self.actor.dp_size:
+        if engine.shared_tokens != self.actor.shared_tokens or engine.sharers != self.actor.sharers:
             raise ConfigError(
-                f"actor_rollout_ref.ref.strategy={ref.strategy}: the reference would get the rows "
-                f"of {engine.dp_size} ranks, the actor those of {self.actor.dp_size}; they share "
-                "tokens and matrices over as many ranks"
+                f"actor_rollout_ref.ref.strategy={ref.strategy}: the reference shares tokens over "
+                f"{engine.shared_tokens} of {engine.sharers} ranks with the same rows, the actor "
+                f"over {self.actor.shared_tokens} of {self.actor.sharers}: both must do alike"
             )
         engine.offload()
         return engine

@@ -21,8 +21,9 @@ from caldera.trainer.entry import split_overrides
 EXAMPLES = Path(__file__).parents[2] / "examples/cluster"
 SCRIPTS = sorted([*EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.sbatch")])
 SLURM = {
-    "scontrol": "echo first; echo second",
-    "getent": 'echo "10.1.2.3 STREAM $2"; echo "10.1.2.3 DGRAM"',
+    # More lines than a pipe holds: who reads the first one alone ends the program.
+    "scontrol": "echo first; seq 100000",
+    "getent": 'echo "10.1.2.3 STREAM $2"; seq 100000',
     # Runs the command that follows its own options.
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "ray": 'printf "%s\\n" "$@" >"$OUT/arguments"; env >"$OUT/environment"',

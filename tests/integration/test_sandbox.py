@@ -240,10 +240,14 @@ def test_solutions_of_mbpp(sandbox: Sandbox) -> None:
 
 
 def test_a_slot_that_dies_is_started_anew() -> None:
+    others = set(processes_below(os.getpid()))
+
+    def kill() -> None:
+        for pid in set(processes_below(os.getpid())) - others:
+            os.kill(pid, signal.SIGKILL)
+
     with make_sandbox("namespaces", slots=1) as sandbox:
-        timer = threading.Timer(
-            0.3, lambda: [os.kill(pid, signal.SIGKILL) for pid in processes_below(os.getpid())]
-        )
+        timer = threading.Timer(0.3, kill)
         timer.start()
         assert sandbox.run("while True: pass").status == "failed"
         timer.join()

@@ -25,6 +25,7 @@ from caldera.single_controller import (
 )
 from caldera.trainer.ppo.setup import settle
 from caldera.trainer.ray_runner import (
+    OWN_PREFIXES,
     RayGroups,
     connect,
     init_arguments,
@@ -235,11 +236,13 @@ def test_connections(cluster: Any, tmp_path: Path) -> None:
 
 
 def test_the_environment_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith(("VERL_", "CALDERA_"))]:
+    for name in [name for name in os.environ if name.startswith(OWN_PREFIXES)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     monkeypatch.setenv("CALDERA_CACHE", "/cache")
+    monkeypatch.setenv("AWS_PROFILE", "mine")
     expected = {
+        "AWS_PROFILE": "mine",
         "CALDERA_CACHE": "/cache",
         "NCCL_DEBUG": "WARN",
         "TOKENIZERS_PARALLELISM": "true",

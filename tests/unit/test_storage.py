@@ -149,9 +149,9 @@ def test_the_cache_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_messages_hold_no_secrets() -> None:
-    assert shown_url("sftp://me:secret@host/x") == "sftp://me:***@host/x"
+    assert shown_url("sftp://me:secret@host/x") == "sftp://***@host/x"
     assert shown_url("https://host/x.json?signature=secret") == "https://host/x.json"
-    assert shown_url("hdfs://me@host:8020/a@b") == "hdfs://me@host:8020/a@b"
+    assert shown_url("hdfs://me@host:8020/a@b") == "hdfs://***@host:8020/a@b"
 
 
 def test_urls_below_a_url() -> None:

@@ -34,15 +34,18 @@ class PendingSave:
         return self._written is None or self._written.done()
 
     def wait(self) -> None:
-        """Return once all ranks have written; a failure while writing is raised, by every rank."""
-        written, self._written = self._written, None
-        if written is None:
+        """Return once all ranks have written; a failure while writing is raised, by every rank.
+
+        A failure stays one: whoever waits again hears of it again.
+        """
+        if self._written is None:
             return
         try:
-            written.result()
+            self._written.result()
         finally:
             if self._group is not None:
                 dist.destroy_process_group(self._group)
+                self._group = None
 
 
 def save_distributed(

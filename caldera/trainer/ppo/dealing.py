@@ -61,7 +61,8 @@ class DealtGroup:
         if self.world_size == 1:
             return {}
         lengths = _lengths(batch)
-        return log_seqlen_unbalance(lengths, deal(lengths, self.world_size, self._balance))
+        ranks = self._group.parts(next(iter(self._mini_batch_sizes), ""))
+        return log_seqlen_unbalance(lengths, deal(lengths, ranks, self._balance))
 
     def _call(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
         if not args or not isinstance(args[0], DataProto):

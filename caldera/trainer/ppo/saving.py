@@ -55,8 +55,12 @@ class CheckpointSaves:
     def finish(self) -> None:
         """Wait until all have written, and complete the save in flight."""
         if self._checkpoints.in_flight is not None:
-            for writer in self._writers:
-                writer.wait_for_checkpoint()
+            try:
+                for writer in self._writers:
+                    writer.wait_for_checkpoint()
+            except BaseException:
+                self._checkpoints.abandon()
+                raise
             self._checkpoints.complete()
 
     def __enter__(self) -> CheckpointSaves:

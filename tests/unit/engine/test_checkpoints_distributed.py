@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from caldera.engine.checkpoints import (
     read_whole,
     save_distributed,
 )
+from caldera.engine.checkpoints.distributed import PendingSave
 from caldera.errors import CheckpointError
 
 BOTH = ("model", "optimizer")
@@ -249,3 +251,12 @@ def test_a_folder_that_cannot_be_written_to(tiny_model: Build, tmp_path: Path) -
     pending = save_distributed(root, None, tmp_path, BOTH, asynchronous=True)
     with pytest.raises(CheckpointError, match="dist_ckpt could not be written: FileExistsError"):
         pending.wait()
+
+
+def test_a_failed_write_is_told_to_whoever_waits() -> None:
+    written: Future[None] = Future()
+    written.set_exception(CheckpointError("the disk is full"))
+    pending = PendingSave(written)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="full"):
+            pending.wait()

@@ -14,8 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from caldera.config import FSDPConfig, OptimizerConfig
+from caldera.config.optim import WrapPolicyConfig
 from caldera.core_algos import LOSS_AGG_MODES, LossScale, agg_loss
 from caldera.engine import ENGINES, ForwardPlan, LocalEngine, LossFn, Outputs
+from caldera.engine.base import EngineOptions
+from caldera.engine.packed_model import PackedModel
+from caldera.engine.sharded import units
 from caldera.models.attention import ATTENTION
 from caldera.models.loading import enable_checkpointing
 from caldera.protocol import DataProto
@@ -326,3 +330,13 @@ def test_weights_are_exported_under_their_names(make_engine: Make) -> None:
 
 def test_the_registry_has_it() -> None:
     assert ENGINES.names() == ["fsdp", "fsdp2", "local"]
+
+
+def test_a_weight_that_the_head_shares_is_no_part_of_its_own(tiny_model: Build) -> None:
+    """It would be sharded twice, and trained apart."""
+    tied = tiny_model("llama", tie_word_embeddings=True)
+    memory = FSDPConfig(wrap_policy=WrapPolicyConfig(min_num_params=1))
+    parts = units(PackedModel(tied), EngineOptions(memory))
+    assert parts and tied.get_input_embeddings() not in parts
+    apart = tiny_model("llama", tie_word_embeddings=False)
+    assert apart.get_input_embeddings() in units(PackedModel(apart), EngineOptions(memory))

@@ -423,7 +423,7 @@ def test_a_torn_tracker_is_written_anew(
     [
         (
             {"default_local_dir": "s3://me:secret@bucket/run"},
-            "trainer.default_local_dir='s3://me:***@bucket/run': takes a local folder; "
+            "trainer.default_local_dir='s3://***@bucket/run': takes a local folder; "
             "trainer.default_hdfs_dir is the URL that checkpoints are copied to",
         ),
         (

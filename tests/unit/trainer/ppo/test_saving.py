@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from caldera.config import TrainerConfig
-from caldera.errors import RewardError, WorkerError
+from caldera.errors import CheckpointError, RewardError, WorkerError
 from caldera.trainer.checkpoint import TRACKER, CheckpointFolder
 from caldera.trainer.ppo.saving import CheckpointSaves
 
@@ -168,3 +168,20 @@ def test_without_background_writers_a_save_is_complete_when_it_returns(tmp_path:
             saves.save(step, lambda folder: (folder / "actor").mkdir())
             assert run.newest() == f"global_step_{step}"
             saves.poll()
+
+
+def test_a_write_that_has_failed_is_no_checkpoint(run: Run) -> None:
+    """Not even when the run, on its way out, tries to complete what it can."""
+
+    def fail_once() -> list[None]:
+        run.actor.wait_for_checkpoint = type(run.actor).wait_for_checkpoint.__get__(run.actor)  # type: ignore[method-assign]
+        raise CheckpointError("the disk is full")
+
+    with pytest.raises(CheckpointError, match="full"), run.saves:
+        run.save(3)
+        for rank in (0, 1):
+            run.actor.write(rank)
+            run.critic.write(rank)
+        run.actor.wait_for_checkpoint = fail_once  # type: ignore[method-assign]
+        run.saves.poll()
+    assert run.newest() is None
