@@ -115,7 +115,10 @@ def test_micro_batches_by_tokens_change_nothing(lab: Lab, tmp_path: Path) -> Non
         compared = {name for name in one if not name.startswith(("timing_", "perf/"))}
         assert {"actor/pg_loss", "actor/kl_loss", "critic/vf_loss"} <= compared
         for name in compared:
-            assert other[name] == pytest.approx(one[name], rel=0, abs=1e-5), name
+            # What rounds differently in one step, Adam makes visible in the norms of the next.
+            is_exact = name.endswith(("_loss", "score/mean", "rewards/mean"))
+            bound = 1e-5 if is_exact else 1e-3
+            assert other[name] == pytest.approx(one[name], rel=0, abs=bound), name
 
 
 def _accuracies(rows: list[dict[str, Any]]) -> tuple[float, float]:
