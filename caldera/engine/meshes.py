@@ -32,11 +32,6 @@ class Meshes:
     dp_size: int
     is_spokesman: bool
 
-    @property
-    def averaged(self) -> int:
-        """Ranks over whose gradients the mean is taken."""
-        return self.sharding.size()
-
 
 def make_meshes(device: torch.device, options: EngineOptions, rope: str = "default") -> Meshes:
     """Arrange all ranks of the process group as the options say; `rope`: kind of positions."""

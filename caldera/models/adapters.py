@@ -38,6 +38,15 @@ WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_m
 """What sharding, checkpointing and compiling put into the names of modules."""
 
 
+def peft_library(asked: str) -> Any:
+    """peft, which is imported here alone; `asked` is what needs it."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(f"{asked} needs peft: pip install 'caldera[lora]'") from error
+    return peft
+
+
 def with_adapter(
     model: PreTrainedModel, config: ModelConfig, task: str, seed: int, key: str, empty: bool
 ) -> tuple[nn.Module, dict[str, Reader]]:
@@ -48,11 +57,11 @@ def with_adapter(
     asked = f"{key}.lora_rank={config.lora_rank}"
     if folder is not None:
         asked = f"{key}.lora_adapter_path={folder!r}"
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(f"{asked} needs peft: pip install 'caldera[lora]'") from error
-    lora = _new_config(config, task) if folder is None else _saved_config(folder, task, asked)
+    peft = peft_library(asked)
+    if folder is None:
+        lora = _new_config(config, task, peft)
+    else:
+        lora = _saved_config(folder, task, asked, peft)
     if folder is not None and config.lora_rank not in (0, lora.r):
         logger.warning("%s: its rank is %d, not %d", asked, lora.r, config.lora_rank)
     try:
@@ -111,9 +120,7 @@ def _delta(
     return delta.T if embedding or layer.fan_in_fan_out else delta
 
 
-def _new_config(config: ModelConfig, task: str) -> Any:
-    import peft
-
+def _new_config(config: ModelConfig, task: str, peft: Any) -> Any:
     return peft.LoraConfig(
         task_type=task,
         r=config.lora_rank,
@@ -133,10 +140,8 @@ def _excluded(modules: Any, task: str) -> Any:
     return [*(modules or []), VALUE_HEAD]
 
 
-def _saved_config(folder: str, task: str, asked: str) -> Any:
+def _saved_config(folder: str, task: str, asked: str, peft: Any) -> Any:
     """The config of a plain LoRA adapter that was saved, to be trained on."""
-    import peft
-
     file = Path(folder).expanduser() / "adapter_config.json"
     try:
         told = json.loads(file.read_text(encoding="utf-8"))

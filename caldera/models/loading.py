@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +17,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -60,16 +59,6 @@ def load_policy(config: ModelConfig, dtype: torch.dtype, seed: int, key: str) ->
     return build_policy(config, dtype, seed, key).module
 
 
-def load_value_model(config: ModelConfig, dtype: torch.dtype, seed: int, key: str) -> nn.Module:
-    """A token classifier of one label, whose head starts at small random values."""
-    return build_value_model(config, dtype, seed, key).module
-
-
-def load_reward_model(config: ModelSource, dtype: torch.dtype, key: str) -> PreTrainedModel:
-    """A sequence classifier of one label, with the head that it was trained with."""
-    return cast(PreTrainedModel, build_reward_model(config, dtype, key).module)
-
-
 def build_policy(
     config: ModelConfig, dtype: torch.dtype, seed: int, key: str, empty: bool = False
 ) -> Built:
@@ -81,7 +70,10 @@ def build_policy(
 def build_value_model(
     config: ModelConfig, dtype: torch.dtype, seed: int, key: str, empty: bool = False
 ) -> Built:
-    """What `load_value_model` loads, without values if it is to be `empty`."""
+    """A token classifier of one label, whose head starts at small random values.
+
+    If it is to be `empty`, without values.
+    """
     with _quiet_transformers():  # which would report at length that the head is not in the files
         loaded = _load(
             AutoModelForTokenClassification, config, dtype, seed, key, empty, num_labels=1
@@ -92,7 +84,10 @@ def build_value_model(
 def build_reward_model(
     config: ModelSource, dtype: torch.dtype, key: str, empty: bool = False
 ) -> Built:
-    """What `load_reward_model` loads, without values if it is to be `empty`."""
+    """A sequence classifier of one label, with the head that it was trained with.
+
+    If it is to be `empty`, without values.
+    """
     with _quiet_transformers():  # what is missing is told below
         loaded = _load(AutoModelForSequenceClassification, config, dtype, 0, key, empty)
     model = loaded.model

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from caldera.engine.checkpoints import StoredModel, layout_of
-from caldera.errors import CheckpointError, ConfigError
-from caldera.models.adapters import VALUE_HEAD, plain_name
+from caldera.errors import CheckpointError
+from caldera.models.adapters import VALUE_HEAD, peft_library, plain_name
 from caldera.models.forward import base_module
 from caldera.models.fresh import parameters_on_meta
 from caldera.models.loading import exported_weights
@@ -104,7 +104,7 @@ class CheckpointModel:
                 ),
             )  # fmt: skip
             if self.has_adapter and with_adapter:
-                peft = _peft()
+                peft = peft_library("this checkpoint's adapter")
                 settings = peft.PeftConfig.from_pretrained(str(self.adapter_folder))
                 settings.base_model_name_or_path = None  # else peft warns that it is another
                 module = cast(nn.Module, peft.get_peft_model(module, settings))
@@ -125,7 +125,9 @@ class CheckpointModel:
     def with_adapter_of(self, folder: Path) -> nn.Module:
         """The module with the values of the shards, but for the adapter, which is the folder's."""
         base = cast(Any, self.filled(with_adapter=False))
-        loaded = _peft().PeftModel.from_pretrained(base, str(folder))
+        loaded = peft_library("this checkpoint's adapter").PeftModel.from_pretrained(
+            base, str(folder)
+        )
         return cast(nn.Module, loaded.eval())
 
     @functools.cached_property
@@ -229,13 +231,3 @@ def _without_adapter(names: Iterable[str]) -> Iterator[str]:
 
 def _name_in_adapter(name: str) -> str:
     return re.sub(r"(\.lora_\w+)\.default", r"\1", name.replace(".modules_to_save.default.", "."))
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(
-            "this checkpoint has an adapter, which needs peft: pip install 'caldera[lora]'"
-        ) from error
-    return peft

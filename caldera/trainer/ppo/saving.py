@@ -58,7 +58,7 @@ class CheckpointSaves:
             try:
                 for writer in self._writers:
                     writer.wait_for_checkpoint()
-            except BaseException:
+            except BaseException:  # whatever it was, what was written is no checkpoint
                 self._checkpoints.abandon()
                 raise
             self._checkpoints.complete()

@@ -26,7 +26,6 @@ from caldera.models.loading import (
     build_value_model,
     exported_weights,
     load_policy,
-    load_value_model,
     save_pretrained,
 )
 
@@ -96,7 +95,7 @@ def test_a_saved_adapter_of_an_empty_model(
 @pytest.mark.parametrize("empty", [False, True])
 def test_a_saved_critic_brings_its_head(model_folder: Folder, tmp_path: Path, empty: bool) -> None:
     config = ModelConfig(path=model_folder(), lora_rank=2)
-    first = randomised(load_value_model(config, torch.float32, 1, "critic.model"))
+    first = randomised(build_value_model(config, torch.float32, 1, "critic.model").module)
     first.save_pretrained(tmp_path)
     config = ModelConfig(path=model_folder(), lora_adapter_path=str(tmp_path))
     built = build_value_model(config, torch.float32, 2, "critic.model", empty)

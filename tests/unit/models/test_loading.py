@@ -26,10 +26,10 @@ from caldera.models.forward import (
     value_scores,
 )
 from caldera.models.loading import (
+    build_value_model,
     enable_checkpointing,
     exported_weights,
     load_policy,
-    load_value_model,
     save_pretrained,
 )
 
@@ -43,7 +43,9 @@ def policy(path: str, dtype: torch.dtype = torch.float32, seed: int = 1, **keys:
 
 
 def value_model(path: str, seed: int = 1, **keys: Any) -> nn.Module:
-    return load_value_model(ModelConfig(path=path, **keys), torch.float32, seed, "critic.model")
+    return build_value_model(
+        ModelConfig(path=path, **keys), torch.float32, seed, "critic.model"
+    ).module
 
 
 def hidden(module: nn.Module) -> Tensor:

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from caldera.config import FSDPConfig, PPOTrainerConfig
 from caldera.engine import ForwardPlan, LocalEngine
 from caldera.errors import ConfigError
-from caldera.models.loading import load_reward_model
+from caldera.models.loading import build_reward_model
 from caldera.protocol import DataProto
 from caldera.single_controller import LocalWorkerGroup, ResourcePool, WorkerGroup
 from caldera.workers import RewardModelWorker
@@ -134,7 +134,7 @@ def test_the_head_keeps_its_digits_in_bfloat16(
     load: Load, judge: Group, answers: DataProto, classifier: Callable[..., str]
 ) -> None:
     source = load(f"reward_model.model.path={classifier()}").reward_model.model
-    module = load_reward_model(source, torch.bfloat16, "reward_model.model")
+    module = build_reward_model(source, torch.bfloat16, "reward_model.model").module
     memory = FSDPConfig(model_dtype="bf16", dtype="bfloat16")
     engine = LocalEngine(module, torch.device("cpu"), memory, None)
     scores = engine.infer(answers, ForwardPlan(("scores",), False, 3, None))["scores"]
