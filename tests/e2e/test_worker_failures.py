@@ -65,7 +65,8 @@ def test_a_killed_worker_ends_the_run_with_one_screen(lab: Lab, tmp_path: Path) 
     status, errors = run_and_kill_a_rank(lab, tmp_path)
     assert status == 2
     assert "SIGKILL" in errors
-    assert re.search(r"rank [01] of 2 failed in \w+", errors)
+    # The signal may reach the rank while the controller computes and no call is under way.
+    assert re.search(r"rank [01] of 2 failed (in \w+|between calls)", errors)
     assert str(tmp_path / "logs") in errors
     assert "Traceback (most recent call last)" not in errors.partition("caldera: error")[0]
 
