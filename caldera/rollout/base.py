@@ -59,6 +59,10 @@ class Completion:
     weight_version: int
 
 
+OnFinished = Callable[[int, Completion], None]
+"""(place among the requests, what was sampled for it)."""
+
+
 class Rollout(ABC):
     """Samples from a causal language model, which it may share with a trainer.
 
@@ -73,8 +77,13 @@ class Rollout(ABC):
         self.version = 0
 
     @abstractmethod
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion a request, in the order of the requests."""
+    def generate(
+        self, requests: Sequence[Request], on_finished: OnFinished | None = None
+    ) -> list[Completion]:
+        """One completion a request, in the order of the requests.
+
+        `on_finished` is told of each as soon as it ends, in whatever order that happens.
+        """
 
     @abstractmethod
     def wake_up(self, part: RolloutPart | None = None) -> None:

@@ -25,6 +25,7 @@ from caldera.rollout.base import (
     ROLLOUTS,
     Completion,
     FinishReason,
+    OnFinished,
     Request,
     Rollout,
     RolloutPart,
@@ -58,19 +59,28 @@ class HFRollout(Rollout):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Request], on_finished: OnFinished | None = None
+    ) -> list[Completion]:
         self.check_lengths(requests)
         by_params: dict[SamplingParams, list[int]] = {}
         for index, request in enumerate(requests):
             by_params.setdefault(request.params, []).append(index)
-        completions: dict[int, Completion] = {}
         size = self.config.max_num_seqs
+        chunks = [
+            (params, indices[start : start + size])
+            for params, indices in by_params.items()
+            for start in range(0, len(indices), size)
+        ]
+        completions: dict[int, Completion] = {}
         precision = sampling_precision(self.module, self._dtype, self.device)
         with self.sampling_mode(), precision, _own_attention(base_module(self.module)) as model:
-            for params, indices in by_params.items():
-                for chunk in (indices[i : i + size] for i in range(0, len(indices), size)):
-                    batch = self._generate(model, [requests[i] for i in chunk], params)
-                    completions.update(zip(chunk, batch, strict=True))
+            for params, chunk in chunks:
+                batch = self._generate(model, [requests[i] for i in chunk], params)
+                for index, completion in zip(chunk, batch, strict=True):
+                    completions[index] = completion
+                    if on_finished is not None:
+                        on_finished(index, completion)
         return [completions[index] for index in range(len(requests))]
 
     def _generate(

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from caldera.errors import RolloutError
 from caldera.models.forward import base_module
-from caldera.rollout.base import ROLLOUTS, Completion, Request, Rollout, RolloutPart
+from caldera.rollout.base import (
+    ROLLOUTS,
+    Completion,
+    OnFinished,
+    Request,
+    Rollout,
+    RolloutPart,
+)
 from caldera.rollout.native.blocks import PAGE_SIZE, BlockManager, pages_for
 from caldera.rollout.native.cache import CacheShape, KVCache, affordable_pages
 from caldera.rollout.native.runner import Runner
@@ -65,7 +72,9 @@ class NativeRollout(Rollout):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def generate(self, requests: Many[Request]) -> list[Completion]:
+    def generate(
+        self, requests: Many[Request], on_finished: OnFinished | None = None
+    ) -> list[Completion]:
         if not requests:
             return []
         if not self._awake:
@@ -73,9 +82,11 @@ class NativeRollout(Rollout):
         self.check_lengths(requests)
         precision = sampling_precision(self.module, self._dtype, self.device)
         with self.sampling_mode(), precision:
-            return self._generate(_sequences(requests))
+            return self._generate(_sequences(requests), on_finished)
 
-    def _generate(self, sequences: list[Sequence]) -> list[Completion]:
+    def _generate(
+        self, sequences: list[Sequence], on_finished: OnFinished | None
+    ) -> list[Completion]:
         cache = self._reserve_cache(sequences)
         rows = min(self.config.max_num_seqs, len(sequences))
         widest = max(pages_for(sequence.max_length) for sequence in sequences)
@@ -83,17 +94,19 @@ class NativeRollout(Rollout):
         blocks = BlockManager(cache.pages, rows, widest)
         scheduler = Scheduler(running, blocks, self.config.max_num_batched_tokens)
         scheduler.add(sequences)
+        completions: dict[int, Completion] = {}
         while scheduler.has_work():
             step = scheduler.schedule()
             logits = self._runner.run(step, cache)
             tokens, log_probs = sample(logits, running.sampling(step.rows), self._raw_log_probs)
-            scheduler.update(step, *_to_host(tokens, log_probs))
+            for each in scheduler.update(step, *_to_host(tokens, log_probs)):
+                done = Completion(each.token_ids, each.log_probs, each.finish_reason, self.version)
+                completions[each.index] = done
+                if on_finished is not None:
+                    on_finished(each.index, done)
         if scheduler.preemptions:
             logger.info("%d sequences were evicted for want of cache", scheduler.preemptions)
-        return [
-            Completion(each.token_ids, each.log_probs, each.finish_reason, self.version)
-            for each in sequences
-        ]
+        return [completions[index] for index in range(len(sequences))]
 
     def _reserve_cache(self, sequences: list[Sequence]) -> KVCache:
         """The cache, as large as these sequences could make use of and memory allows."""

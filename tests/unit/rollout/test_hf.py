@@ -58,7 +58,9 @@ def test_requests_of_different_parameters_keep_their_order(llama, config, make_r
     mixed = [mixed[0], mixed[2], mixed[1]]
     rollout = HFRollout(config(), llama, CPU)
     alone = [rollout.generate([request])[0] for request in mixed]
-    together = rollout.generate(mixed)
+    told = {}
+    together = rollout.generate(mixed, told.__setitem__)
+    assert [told[index] for index in range(3)] == together
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
     assert [len(c.token_ids) for c in together] == [12, 3, 12]
 

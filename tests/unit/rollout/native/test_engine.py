@@ -259,3 +259,13 @@ def test_a_request_that_can_never_fit_is_refused(llama, config, make_requests, s
     with pytest.raises(RolloutError, match=r"request 1 needs 3 pages of 16 tokens.* has 2"):
         rollout.generate(make_requests([4, 22]))
     assert steps == []
+
+
+def test_each_completion_is_told_of_when_it_ends(llama, config, make_requests):
+    requests = make_requests([4], max_tokens=6) + make_requests([4, 5], max_tokens=2)
+    told = []
+    completions = NativeRollout(config(), llama, CPU).generate(
+        requests, lambda index, completion: told.append((index, completion))
+    )
+    assert [index for index, _ in told] == [1, 2, 0]
+    assert all(completion is completions[index] for index, completion in told)
