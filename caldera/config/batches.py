@@ -69,7 +69,7 @@ def _needed(config: PPOTrainerConfig) -> list[MicroBatches]:
     needs = {
         "critic": needs_critic(config),
         REF: needs_reference(config),
-        "reward_model": config.reward_model.enable,
+        "reward_model": config.reward_model.enable and not config.reward_model.is_served,
     }
     return [part for part in _micro_batches(config) if needs.get(part.group, True)]
 

@@ -64,6 +64,15 @@ def default_of(field: Field) -> Any:
     return field.default
 
 
+def as_list(key: str, value: object) -> list[str]:
+    """One text is a list of one."""
+    items = value if isinstance(value, list) else [value]
+    texts = [item for item in items if isinstance(item, str)]
+    if len(texts) < len(items):
+        raise ConfigError(f"{key}={shown(value)}: takes text or a list of texts, such as [a,b]")
+    return texts
+
+
 def shown(value: Any) -> str:
     """A value as messages show it."""
     return "null" if value is None else repr(value)

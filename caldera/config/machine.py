@@ -65,7 +65,7 @@ def _check_gpus(config: PPOTrainerConfig, gpus: int) -> None:
     """Local GPUs are counted here; Ray counts those of its cluster."""
     trainer = config.trainer
     wanted = trainer.n_gpus_per_node or 1
-    if config.reward_model.enable and config.reward_model.enable_resource_pool:
+    if config.reward_model.has_worker and config.reward_model.enable_resource_pool:
         wanted += config.reward_model.n_gpus_per_node
     if trainer.worker_group == "local" and trainer.device == "cuda" and wanted > gpus:
         raise ConfigError(

@@ -26,7 +26,7 @@ from caldera.config.reasons import (
     NO_TRACE,
     NO_TRANSFER,
 )
-from caldera.config.reward import NO_REWARD_SERVER
+from caldera.config.reward import NO_SERVER_OPTION
 from caldera.errors import ConfigError, UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,6 @@ MOVED = {
     "reward.custom_reward_function": "custom_reward_function",
     "reward.reward_manager": "reward_manager",
     "reward.reward_kwargs": "reward_model.reward_kwargs",
-    "reward.num_workers": "reward_model.num_workers",
     "reward.reward_model.model_path": "reward_model.model.path",
     "reward.reward_model": "reward_model",
     "reward.sandbox_fusion": "reward_model.sandbox_fusion",
@@ -53,6 +52,8 @@ MOVED = {
 """Group or key of another release -> its place here; the longest match counts."""
 EMPTIED = ("custom_reward_function.", "reward_model.")
 """Groups that later releases left behind when they moved them, with null for what is not given."""
+NULL_IS_A_VALUE = ("reward_model.model.input_tokenizer",)
+"""Keys of theirs that no later release has: null is what someone asks for."""
 
 NO_QUANTIZED_TRAINING = "training with quantised weights is not part of this release"
 LATER_REASONS = {
@@ -68,7 +69,7 @@ LATER_REASONS = {
     "data.function_tool_path": NO_AGENTS,
     "data": NO_IMAGES,
     "distillation": "distillation from a teacher is not part of this release",
-    "reward.reward_model": NO_REWARD_SERVER,
+    "reward.reward_model": NO_SERVER_OPTION,
     "ray_kwargs": NO_TRANSFER,
     "skip": "answers are sampled anew",
     "trainer.use_v1": "there is one trainer; leave the key out",
@@ -137,7 +138,7 @@ def migrate(leaves: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
         elif key not in known and key in later_keys():
             check_later(key, value)
             continue
-        if place in known and value is None and place.startswith(EMPTIED):
+        if place in known and value is None and _is_left_behind(place):
             continue
         if place in placed and placed[place] != value:
             raise ConfigError(
@@ -154,6 +155,10 @@ def migrate(leaves: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
             ", ".join(f"{old} -> {new}" for old, new in sorted(moved.items())),
         )
     return placed
+
+
+def _is_left_behind(place: str) -> bool:
+    return place.startswith(EMPTIED) and place not in NULL_IS_A_VALUE
 
 
 def is_target(key: str) -> bool:

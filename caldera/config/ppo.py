@@ -15,6 +15,7 @@ from caldera.config.profiling import GlobalProfilerConfig
 from caldera.config.reasons import NO_SEARCH, NO_TRANSFER
 from caldera.config.reward import (
     CustomRewardFunctionConfig,
+    RewardConfig,
     RewardManagerConfig,
     RewardModelConfig,
 )
@@ -57,6 +58,7 @@ class PPOTrainerConfig:
     data: DataConfig = nested(DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = nested(ActorRolloutRefConfig)
     critic: CriticConfig = nested(CriticConfig)
+    reward: RewardConfig = nested(RewardConfig)
     reward_model: RewardModelConfig = nested(RewardModelConfig)
     reward_manager: RewardManagerConfig = nested(RewardManagerConfig)
     custom_reward_function: CustomRewardFunctionConfig = nested(CustomRewardFunctionConfig)

@@ -13,17 +13,20 @@ from caldera.config.megatron import RewardMegatronConfig
 from caldera.config.profiling import ProfilerConfig
 from caldera.config.reasons import (
     ALWAYS_PACKED,
+    NO_EXPERTS,
+    NO_IMAGES,
     NO_MEGATRON,
-    NO_SANDBOX,
     NO_SHARED_MEMORY,
-    ONE_REWARD_LOOP,
+    ONE_REWARD_MANAGER,
     ONE_TIMEOUT,
+    SCORED_WHILE_SAMPLING,
 )
 
 NO_LANGUAGE_HEAD = "a reward model has no language head; leave the key out"
-NO_REWARD_SERVER = "the reward model is a worker of the run, not a server"
-SAME_TOKENS = "the reward model reads the actor's own tokens in this release"
-SCORED_WHOLE = "prompts and answers are scored whole"
+NO_SERVER_OPTION = "the server of reward models has no such option"
+NO_CACHE = "a classifier reads a sequence once and keeps no cache"
+NO_GENERATION = "a classifier generates nothing"
+WHOLE_ON_EACH_RANK = "every rank serves a whole model"
 
 
 @dataclass
@@ -46,9 +49,9 @@ class RewardFSDPConfig:
 
 @dataclass
 class RewardModelModelConfig:
-    input_tokenizer: str | None = refused(
-        II("actor_rollout_ref.model.path"), SAME_TOKENS, met=(None,)
-    )
+    input_tokenizer: str | None = II("actor_rollout_ref.model.path")
+    """Tokenizer of the answers. Where the one in `path` differs, the reward model reads the
+    conversation rendered anew by its own chat template; null: it reads the actor's tokens."""
     path: str | None = "~/models/FsfairX-LLaMA3-RM-v0.1"
     """Folder or hub name of the reward model: a sequence classifier of one label."""
     external_lib: str | None = II("actor_rollout_ref.model.external_lib")
@@ -70,34 +73,49 @@ class RewardModelModelConfig:
 class RewardRolloutConfig:
     """The server of a reward model."""
 
-    name: str | None = refused(None, NO_REWARD_SERVER)
-    dtype: str = refused("bfloat16", NO_REWARD_SERVER)
-    gpu_memory_utilization: float = refused(0.5, NO_REWARD_SERVER)
-    enforce_eager: bool = refused(True, NO_REWARD_SERVER)
-    cudagraph_capture_sizes: list[int] | None = refused(None, NO_REWARD_SERVER)
-    free_cache_engine: bool = refused(True, NO_REWARD_SERVER)
-    data_parallel_size: int = refused(1, NO_REWARD_SERVER)
-    expert_parallel_size: int = refused(1, NO_REWARD_SERVER)
-    tensor_model_parallel_size: int = refused(2, NO_REWARD_SERVER)
-    max_num_batched_tokens: int = refused(8192, NO_REWARD_SERVER)
-    max_model_len: int | None = refused(None, NO_REWARD_SERVER)
-    max_num_seqs: int = refused(1024, NO_REWARD_SERVER)
-    load_format: str = refused("auto", NO_REWARD_SERVER)
-    engine_kwargs: dict[str, Any] = refused({}, NO_REWARD_SERVER)
-    limit_images: int | None = refused(None, NO_REWARD_SERVER)
-    enable_chunked_prefill: bool = refused(True, NO_REWARD_SERVER)
-    enable_prefix_caching: bool = refused(True, NO_REWARD_SERVER)
-    disable_log_stats: bool = refused(True, NO_REWARD_SERVER)
-    skip_tokenizer_init: bool = refused(False, NO_REWARD_SERVER)
-    prompt_length: int = refused(2048, NO_REWARD_SERVER)
-    response_length: int = refused(2048, NO_REWARD_SERVER)
+    name: str | None = option(None, choices=("native", "vllm", "sglang"))
+    """Score through a server: `native` is one of this run's own, a whole model on each rank;
+    `vllm` (POST /classify) and `sglang` (POST /v1/embeddings) are found at `url`; null: none."""
+    url: Any = None
+    """Address of the server, or a list of several, among which requests are dealt."""
+    dtype: str = refused("bfloat16", "it is bfloat16 on a GPU and float32 on a CPU")
+    gpu_memory_utilization: float = refused(0.5, NO_CACHE)
+    enforce_eager: bool = refused(True, NO_SERVER_OPTION)
+    cudagraph_capture_sizes: list[int] | None = refused(None, NO_SERVER_OPTION)
+    free_cache_engine: bool = True
+    """Keep the model in host memory while it has nothing to score (on a GPU that it shares)."""
+    data_parallel_size: int = refused(1, WHOLE_ON_EACH_RANK)
+    expert_parallel_size: int = refused(1, NO_EXPERTS)
+    tensor_model_parallel_size: int = refused(2, WHOLE_ON_EACH_RANK, met=(1,))
+    max_num_batched_tokens: int = option(8192, minimum=1, unit="tokens")
+    """Tokens of the sequences that are scored together; a longer sequence is scored alone."""
+    max_model_len: int | None = option(None, minimum=1, unit="tokens")
+    """Longest sequence that is scored; null: as long as the model takes."""
+    max_num_seqs: int = option(1024, minimum=1, unit="sequences")
+    """Sequences that are scored together at most."""
+    load_format: str = refused("auto", NO_SERVER_OPTION)
+    engine_kwargs: dict[str, Any] = refused({}, NO_SERVER_OPTION)
+    limit_images: int | None = refused(None, NO_IMAGES)
+    enable_chunked_prefill: bool = refused(True, "sequences are scored whole", met=(False,))
+    enable_prefix_caching: bool = refused(True, NO_CACHE, met=(False,))
+    disable_log_stats: bool = refused(True, NO_SERVER_OPTION)
+    skip_tokenizer_init: bool = refused(False, NO_SERVER_OPTION)
+    prompt_length: int = refused(2048, NO_GENERATION)
+    response_length: int = refused(2048, NO_GENERATION)
 
 
 @dataclass
 class SandboxFusionConfig:
-    url: str | None = refused(None, NO_SANDBOX)
-    max_concurrent: int = refused(64, NO_SANDBOX)
-    memory_limit_mb: int = refused(1024, NO_SANDBOX)
+    """Where programs that a model wrote are tested."""
+
+    url: str | None = None
+    """Address of a Sandbox Fusion server, or of `caldera sandbox serve`; null: this machine's own
+    sandbox."""
+    max_concurrent: int = option(64, minimum=1, unit="programs")
+    """Programs at a time, of each process that scores; in the machine's own sandbox at most as
+    many as it has cores."""
+    memory_limit_mb: int = option(1024, minimum=1, unit="MB")
+    """Memory of a program."""
 
 
 @dataclass
@@ -117,7 +135,8 @@ class RewardModelConfig:
     """Deprecated: samples per pass over all devices; micro_batch_size_per_gpu says it now."""
     micro_batch_size_per_gpu: int | None = option(None, minimum=1, unit="samples")
     """Samples per forward pass on one device."""
-    max_length: int | None = refused(None, SCORED_WHOLE)
+    max_length: int | None = option(None, minimum=1, unit="tokens")
+    """Tokens of a conversation that the reward model reads, from its beginning; null: all."""
     use_dynamic_bsz: bool = II("critic.use_dynamic_bsz")
     """Form micro-batches by tokens instead of by samples."""
     forward_max_token_len_per_gpu: int = option(
@@ -132,16 +151,38 @@ class RewardModelConfig:
     """Name of the reward manager."""
     reward_kwargs: dict[str, Any] = mapping()
     """Further arguments of the reward manager."""
-    reward_loop_source: str = refused("register", ONE_REWARD_LOOP)
-    reward_loop_module_path: str | None = refused(None, ONE_REWARD_LOOP)
-    reward_loop_class_name: str | None = refused(None, ONE_REWARD_LOOP)
-    launch_reward_fn_async: bool = refused(False, ONE_REWARD_LOOP)
-    use_reward_loop: bool = refused(True, ONE_REWARD_LOOP, met=(False,))
-    num_workers: int = refused(1, ONE_REWARD_LOOP, met=(8,))
+    reward_loop_source: str = refused("register", ONE_REWARD_MANAGER)
+    reward_loop_module_path: str | None = refused(None, ONE_REWARD_MANAGER)
+    reward_loop_class_name: str | None = refused(None, ONE_REWARD_MANAGER)
+    launch_reward_fn_async: bool = refused(False, SCORED_WHILE_SAMPLING, met=(True,))
+    use_reward_loop: bool = refused(True, SCORED_WHILE_SAMPLING, met=(False,))
+    num_workers: int | None = option(None, minimum=1, unit="threads or processes")
+    """reward.num_workers says it now."""
     sandbox_fusion: SandboxFusionConfig = nested(SandboxFusionConfig)
     profiler: ProfilerConfig = nested(ProfilerConfig)
     rollout: RewardRolloutConfig = nested(RewardRolloutConfig)
     megatron: RewardMegatronConfig = nested(RewardMegatronConfig)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether scores come from a server."""
+        return self.enable and self.rollout.name is not None
+
+    @property
+    def has_worker(self) -> bool:
+        """Whether ranks of this run hold the model."""
+        return self.enable and self.rollout.name in (None, "native")
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether its server answers only while nothing else computes."""
+        shares = self.is_served and self.has_worker and not self.enable_resource_pool
+        return shares and self.rollout.free_cache_engine
+
+    @property
+    def scores_later(self) -> bool:
+        """Whether it scores answers only when all have been sampled."""
+        return self.sleeps or (self.enable and not self.is_served)
 
 
 @dataclass
@@ -169,3 +210,17 @@ class RewardManagerConfig:
     name: str = II("reward_model.reward_manager")
     """Name of the manager."""
     module: RewardManagerModuleConfig = nested(RewardManagerModuleConfig)
+
+
+@dataclass
+class RewardConfig:
+    on_failure: str = option("mask", choices=("mask", "zero"))
+    """A sample that could not be scored is left out of the update, or counts as scored 0."""
+    timeout: float | None = option(300.0, minimum=0.001, unit="seconds")
+    """How long a call of the score function may take; null: for ever."""
+    streaming: bool = True
+    """Score each answer as soon as it is sampled, while others still are; false: all after that."""
+    num_workers: int | None = option(
+        II("reward_model.num_workers"), minimum=1, unit="threads or processes"
+    )
+    """Score functions that run at once in a process; null: 1 thread, or 1 process a CPU core."""

@@ -10,10 +10,11 @@ from caldera.config.actor import ActorConfig
 from caldera.config.algorithm import RolloutCorrectionConfig
 from caldera.config.batches import check_batches
 from caldera.config.critic import CriticConfig
-from caldera.config.fields import shown
+from caldera.config.fields import as_list, shown
 from caldera.config.machine import memories
 from caldera.config.optim import CONTENTS
 from caldera.config.ppo import PPOTrainerConfig
+from caldera.config.reward_checks import check_reward_model
 from caldera.config.rollout_presets import check_rollout_correction, rollout_correction_preset
 from caldera.errors import ConfigError, UnsupportedError
 
@@ -26,12 +27,13 @@ CORRECTION = "algorithm.rollout_correction"
 def check_consistency(config: PPOTrainerConfig) -> None:
     """Keys fit together; lists that may be written as one string become lists."""
     _check_required(config)
-    config.data.train_files = _as_list("data.train_files", config.data.train_files)
-    config.data.val_files = _as_list("data.val_files", config.data.val_files)
-    config.trainer.logger = _as_list("trainer.logger", config.trainer.logger)
+    config.data.train_files = as_list("data.train_files", config.data.train_files)
+    config.data.val_files = as_list("data.val_files", config.data.val_files)
+    config.trainer.logger = as_list("trainer.logger", config.trainer.logger)
     if config.data.seed is None:
         config.data.seed = config.actor_rollout_ref.rollout.seed
     _check_world(config)
+    check_reward_model(config.reward_model)
     _check_checkpoints(config)
     _check_precision(config)
     _check_lists(config)
@@ -42,15 +44,6 @@ def check_consistency(config: PPOTrainerConfig) -> None:
     _check_algorithm(config)
     _check_data(config)
     _warn_of_doubtful_values(config)
-
-
-def _as_list(key: str, value: object) -> list[str]:
-    """One text is a list of one."""
-    items = value if isinstance(value, list) else [value]
-    texts = [item for item in items if isinstance(item, str)]
-    if len(texts) < len(items):
-        raise ConfigError(f"{key}={shown(value)}: takes text or a list of texts, such as [a,b]")
-    return texts
 
 
 def _check_required(config: PPOTrainerConfig) -> None:
@@ -94,12 +87,6 @@ def _check_world(config: PPOTrainerConfig) -> None:
     if trainer.nnodes > 1 and trainer.worker_group == "local":
         raise ConfigError(
             f"trainer.worker_group='local': trainer.nnodes={trainer.nnodes} nodes need 'ray'"
-        )
-    reward_model = config.reward_model
-    if reward_model.enable and reward_model.enable_resource_pool and reward_model.nnodes < 1:
-        raise ConfigError(
-            f"reward_model.nnodes={reward_model.nnodes}: reward_model.enable_resource_pool=True "
-            "needs at least 1 node"
         )
     sampler = config.actor_rollout_ref.rollout.name
     if sampler in OTHER_SAMPLERS:

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+from caldera.reward.batch import BatchRewardManager
 from caldera.reward.custom import get_custom_reward_fn
 from caldera.reward.dapo import DAPORewardManager
+from caldera.reward.gdpo import GDPORewardManager
+from caldera.reward.limited import LimitedRewardManager
 from caldera.reward.loading import load_reward_manager
 from caldera.reward.manager import (
+    OUTCOMES,
     REWARD_MANAGERS,
     NaiveRewardManager,
     RewardManager,
     compute_reward,
 )
+from caldera.reward.prime import PrimeRewardManager, RemoteRewardManager
+from caldera.reward.samples import FAILED, TIMED_OUT, VALUE
+from caldera.reward.streaming import ROWS, StreamingScorer, streams
 
 __all__ = [
+    "FAILED",
+    "OUTCOMES",
     "REWARD_MANAGERS",
+    "ROWS",
+    "TIMED_OUT",
+    "VALUE",
+    "BatchRewardManager",
     "DAPORewardManager",
+    "GDPORewardManager",
+    "LimitedRewardManager",
     "NaiveRewardManager",
+    "PrimeRewardManager",
+    "RemoteRewardManager",
     "RewardManager",
+    "StreamingScorer",
     "compute_reward",
     "get_custom_reward_fn",
     "load_reward_manager",
+    "streams",
 ]

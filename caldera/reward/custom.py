@@ -2,22 +2,60 @@
 
 from __future__ import annotations
 
-import asyncio
-import atexit
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from caldera.config.reward import CustomRewardFunctionConfig
 from caldera.data.importing import load_object
 from caldera.errors import ConfigError
 
-__all__ = ["ScoreFunction", "await_all", "get_custom_reward_fn"]
+__all__ = ["CustomScore", "ScoreFunction", "get_custom_reward_fn", "named_arguments"]
 
 ScoreFunction = Callable[..., Any]
 """`compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)`; returns a
 number or a dict with `score`, or is an async function that does."""
+
+
+@dataclass
+class CustomScore:
+    """A function of a file or package, which another process finds there again."""
+
+    path: str
+    name: str
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def function(self) -> ScoreFunction:
+        function = load_object(self.path, self.name, "custom_reward_function")
+        if not callable(function):
+            raise ConfigError(
+                f"custom_reward_function.name={self.name!r} in {self.path} must be a function, "
+                f"got {type(function).__name__}"
+            )
+        loaded: ScoreFunction = function
+        return loaded
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **(kwargs | self.reward_kwargs))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.name, self.reward_kwargs)
+
+
+def named_arguments(
+    function: ScoreFunction, offered: Mapping[str, Callable[[], Any]], or_any: bool = False
+) -> dict[str, Any]:
+    """Those of the offered arguments that a function has by name; no others are made.
+
+    With `or_any` a function that takes any keyword takes all of them.
+    """
+    own = function.function if isinstance(function, CustomScore) else function
+    taken = inspect.signature(own).parameters
+    takes_any = or_any and any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    return {name: make() for name, make in offered.items() if takes_any or name in taken}
 
 
 def get_custom_reward_fn(config: CustomRewardFunctionConfig) -> ScoreFunction | None:
@@ -27,43 +65,6 @@ def get_custom_reward_fn(config: CustomRewardFunctionConfig) -> ScoreFunction | 
     """
     if config.path is None:
         return None
-    function = load_object(config.path, config.name, "custom_reward_function")
-    if not callable(function):
-        raise ConfigError(
-            f"custom_reward_function.name={config.name!r} in {config.path} must be a function, "
-            f"got {type(function).__name__}"
-        )
-    reward_kwargs = dict(config.reward_kwargs)
-
-    @functools.wraps(function)
-    def with_reward_kwargs(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **(kwargs | reward_kwargs))
-
-    return with_reward_kwargs
-
-
-def await_all(results: Sequence[Any]) -> list[Any]:
-    """The results, with what is awaitable awaited, all at once; an exception takes its place."""
-    pending = [index for index, result in enumerate(results) if inspect.isawaitable(result)]
-    awaited = list(results)
-    if not pending:
-        return awaited
-
-    async def gather() -> list[Any]:
-        return await asyncio.gather(*(results[i] for i in pending), return_exceptions=True)
-
-    for index, result in zip(pending, _async_runner().run(gather()), strict=True):
-        awaited[index] = result
-    return awaited
-
-
-@functools.cache
-def _async_runner() -> asyncio.Runner:
-    """One event loop for the whole process.
-
-    A client that a score function keeps between calls holds connections that belong to the loop
-    that opened them; with a loop a batch they would be dead in the second batch.
-    """
-    runner = asyncio.Runner()
-    atexit.register(runner.close)
-    return runner
+    score = CustomScore(config.path, config.name, dict(config.reward_kwargs))
+    _ = score.function  # a mistake in the name is found at once
+    return score

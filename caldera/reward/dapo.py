@@ -11,7 +11,8 @@ import torch
 
 from caldera.errors import ConfigError, UnknownKeyError, nearest
 from caldera.reward.custom import ScoreFunction
-from caldera.reward.manager import REWARD_MANAGERS, NaiveRewardManager, Sample
+from caldera.reward.manager import REWARD_MANAGERS, NaiveRewardManager
+from caldera.reward.samples import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from caldera.config import PPOTrainerConfig
 from caldera.config.reward import RewardManagerConfig
 from caldera.data.importing import load_object
 from caldera.errors import ConfigError
-from caldera.reward.custom import get_custom_reward_fn
-from caldera.reward.manager import REWARD_MANAGERS, RewardManager
+from caldera.reward.custom import get_custom_reward_fn, named_arguments
+from caldera.reward.default import default_score_function
+from caldera.reward.manager import REWARD_MANAGERS, NaiveRewardManager, RewardManager
+from caldera.reward.model_server import served_score, server_arguments
+from caldera.reward.scoring import ScoringLimits
+from caldera.reward.single import SingleRewardManager, is_single
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,24 +27,62 @@ def load_reward_manager(
 ) -> RewardManager:
     """The manager that the configuration names, with the score function that it names.
 
-    A manager with an argument `max_resp_len` gets `data.max_response_length` there, unless
-    `reward_kwargs` say otherwise.
+    A manager with an argument `max_resp_len`, `reward_keys` or `reward_weights` gets
+    `data.max_response_length`, `algorithm.gdpo_reward_keys` or `algorithm.gdpo_reward_weights`
+    there, unless `reward_kwargs` say otherwise. Where there is a server of reward models, it
+    scores, or a function of the user's own does, which is told address and tokenizer.
     """
     manager_class = _manager_class(config.reward_manager)
-    reward_kwargs: dict[str, Any] = dict(config.reward_model.reward_kwargs)
-    takes_length = "max_resp_len" in inspect.signature(manager_class).parameters
-    if takes_length and reward_kwargs.get("max_resp_len") is None:
-        reward_kwargs["max_resp_len"] = config.data.max_response_length
-    return manager_class(
-        tokenizer=tokenizer,
-        num_examine=num_examine,
-        compute_score=get_custom_reward_fn(config.custom_reward_function),
-        reward_fn_key=config.data.reward_fn_key,
-        **reward_kwargs,
-    )
+    own_function = get_custom_reward_fn(config.custom_reward_function)
+    by_source = default_score_function(config.reward_model.sandbox_fusion)
+    server = server_arguments(config.reward_model)
+    manager: RewardManager
+    if is_single(manager_class):
+        of_one = manager_class(
+            config=config, tokenizer=tokenizer, compute_score=own_function or by_source,
+            **{name: make() for name, make in server.items()},
+        )  # fmt: skip
+        manager = SingleRewardManager(of_one, config, tokenizer, num_examine)
+    else:
+        told: dict[str, Any] = {}
+        function = own_function
+        if config.reward_model.is_served and own_function is not None:
+            told = named_arguments(own_function, server, or_any=True)
+        elif _is_ours(manager_class) and own_function is None:
+            served = config.reward_model.is_served
+            function = served_score(config.reward_model) if served else by_source
+        manager = manager_class(
+            tokenizer=tokenizer,
+            num_examine=num_examine,
+            compute_score=function,
+            reward_fn_key=config.data.reward_fn_key,
+            **_further_arguments(manager_class, config),
+            **told,
+        )
+    if isinstance(manager, NaiveRewardManager):
+        manager.limits = ScoringLimits(config.reward.timeout, config.reward.num_workers)
+    return manager
 
 
-def _manager_class(config: RewardManagerConfig) -> Callable[..., RewardManager]:
+def _is_ours(manager_class: Any) -> bool:
+    return isinstance(manager_class, type) and issubclass(manager_class, NaiveRewardManager)
+
+
+def _further_arguments(manager_class: Any, config: PPOTrainerConfig) -> dict[str, Any]:
+    arguments: dict[str, Any] = dict(config.reward_model.reward_kwargs)
+    offered = {
+        "max_resp_len": config.data.max_response_length,
+        "reward_keys": config.algorithm.gdpo_reward_keys,
+        "reward_weights": config.algorithm.gdpo_reward_weights,
+    }
+    taken = inspect.signature(manager_class).parameters
+    for name, value in offered.items():
+        if name in taken and arguments.get(name) is None:
+            arguments[name] = value
+    return arguments
+
+
+def _manager_class(config: RewardManagerConfig) -> Any:
     module = config.module
     if config.source == "register":
         if module.path is not None:
@@ -57,9 +98,10 @@ def _manager_class(config: RewardManagerConfig) -> Callable[..., RewardManager]:
         )
     loaded: Any = load_object(module.path, module.name, "reward_manager.module")
     # `callable` would be true of every class, since calling a class makes an instance.
-    if not (isinstance(loaded, type) and any("__call__" in vars(base) for base in loaded.mro())):
+    is_callable = isinstance(loaded, type) and any("__call__" in vars(b) for b in loaded.mro())
+    if not (is_callable or is_single(loaded)):
         raise ConfigError(
             f"reward_manager.module.name={module.name!r} of {module.path} must be a class with "
-            "__call__(data, return_dict=False)"
+            "__call__(data, return_dict=False), or with async run_single(data)"
         )
     return loaded

@@ -2,49 +2,57 @@
 
 from __future__ import annotations
 
-import math
+import functools
+import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
-import numpy as np
 import torch
 from rich.console import Console
 
-from caldera.errors import CalderaError, DataError, RewardError
-from caldera.protocol import DataProto
+from caldera.errors import RewardError
+from caldera.protocol import DataProto, tensors_of
 from caldera.registry import Registry
-from caldera.reward.custom import ScoreFunction, await_all
+from caldera.reward.custom import ScoreFunction, named_arguments
 from caldera.reward.default import score_by_data_source
+from caldera.reward.samples import (
+    FAILED,
+    VALUE,
+    Outcome,
+    Pending,
+    Sample,
+    failure,
+    prompt_ids,
+    read_score,
+    response_lengths,
+    row_values,
+)
+from caldera.reward.scoring import Scoring, ScoringLimits, ThreadScoring, attempt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
+    "OUTCOMES",
     "REWARD_MANAGERS",
     "NaiveRewardManager",
     "RewardManager",
     "RewardResult",
-    "Sample",
     "compute_reward",
 ]
 
-SHOWN_RESPONSE_CHARACTERS = 200  # of a response, in an error message
+logger = logging.getLogger(__name__)
 
-# What rollouts and agent loops know about a sample, and its name in the scorer's `extra_info`.
-ROLLOUT_COLUMNS = {
-    "__num_turns__": "num_turns",
-    "reward_scores": "rollout_reward_scores",
-    "turn_scores": "turn_scores",
-    "tool_rewards": "tool_rewards",
-}
+OUTCOMES = "reward_outcomes"
+"""Column of what is known already of each row's reward; None for a row that is still to score."""
 
 
 class RewardResult(TypedDict):
     reward_tensor: torch.Tensor  # (B, R)
     reward_extra_info: dict[str, list[Any]]
-    """One item a sample under every key; None for a sample whose scorer did not give the key."""
+    """One item a sample under every key; None for a sample whose scorer did not give the key. Where
+    a sample could not be scored, `reward_state` and `reward_error` say so of every sample."""
 
 
 class RewardManager(Protocol):
@@ -63,47 +71,40 @@ REWARD_MANAGERS: Registry[Callable[..., RewardManager]] = Registry(
 def compute_reward(
     data: DataProto, reward_fn: RewardManager
 ) -> tuple[torch.Tensor, dict[str, list[Any]]]:
-    """The reward of every response token (B, R), and what else the scorers said of each sample."""
-    result = reward_fn(data, return_dict=True)
+    """The reward of every response token (B, R), and what else the scorers said of each sample.
+
+    A sample that could not be scored has rewards of 0, and a `reward_state` that says so.
+    """
+    done = attempt(reward_fn, data, return_dict=True)
+    error = done.exception()
+    if error is not None and not _is_ours(reward_fn):
+        failed = failure(error)  # or raises: it is a mistake of the run's
+        logger.error("%s failed on a whole batch: %s", type(reward_fn).__name__, failed.error)
+        rewards = torch.zeros(tensors_of(data)["responses"].shape)
+        return rewards, _with_states([failed] * len(data), {})
+    result = done.result()
     if isinstance(result, torch.Tensor):
         raise RewardError(
             f"{type(reward_fn).__name__} returned a tensor where return_dict=True asks for a dict "
             "with reward_tensor and reward_extra_info"
         )
-    return result["reward_tensor"], result["reward_extra_info"]
+    return _without_nonsense(result["reward_tensor"], result["reward_extra_info"])
 
 
-@dataclass
-class Sample:
-    """One response, as its scorer sees it."""
-
-    row: int
-    uid: str | None
-    data_source: str
-    response: str
-    response_length: int  # tokens
-    ground_truth: Any
-    extra_info: dict[str, Any]
-
-    def error(self, problem: str) -> RewardError:
-        start = self.response[:SHOWN_RESPONSE_CHARACTERS]
-        more = "..." if len(start) < len(self.response) else ""
-        uid = "" if self.uid is None else f" (uid {self.uid})"
-        return RewardError(
-            f"row {self.row}{uid}: {problem}\n"
-            f"  data_source:  {self.data_source}\n"
-            f"  ground_truth: {self.ground_truth!r}\n"
-            f"  response:     {start!r}{more}"
-        )
+def _is_ours(reward_fn: RewardManager) -> bool:
+    """Our managers keep failures to their samples: whatever they raise is meant to be seen."""
+    return type(reward_fn).__module__.startswith("caldera.")
 
 
-@REWARD_MANAGERS.register("naive")
 class NaiveRewardManager:
     """Scores each response by itself and puts the score on its last token.
 
     `reward_kwargs` are passed on to every call of the score function. The first `num_examine`
     samples of each data source are shown on the console.
     """
+
+    limits = ScoringLimits()
+    """Of the calls of the score function; to be set before the first of them."""
 
     def __init__(
         self,
@@ -120,78 +121,110 @@ class NaiveRewardManager:
         self.reward_kwargs = reward_kwargs
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | RewardResult:
-        assert data.batch is not None, "a batch without tensors has nothing to score"
-        result = _given_scores(data) if "rm_scores" in data.batch else self._score(data)
+        result = _given_scores(data) if "rm_scores" in tensors_of(data) else self._score(data)
         return result if return_dict else result["reward_tensor"]
 
-    def _score(self, data: DataProto) -> RewardResult:
-        responses = _tensor(data, "responses")  # (B, R)
-        prompt_length = _tensor(data, "prompts").shape[-1]
-        lengths = _tensor(data, "attention_mask")[:, prompt_length:].sum(-1)  # (B,)
-        samples = self._samples(data, lengths.tolist())
-        returned = await_all([self._call(sample) for sample in samples])
-        scored = list(map(self._judge, samples, returned))
-        scores = torch.tensor([score for score, _ in scored], dtype=torch.float32)
+    # ------------------------------------------------------------------ one sample
 
-        rewards = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
-        # A response without tokens has no last one, and position -1 would be padding.
-        rows = (lengths > 0).nonzero(as_tuple=True)[0]
-        rewards[rows, lengths[rows] - 1] = scores.to(responses.device)[rows]
-        self._show_examples(data, samples, scored)
-        extra_info = _as_columns([extras for _, extras in scored])
-        return RewardResult(reward_tensor=rewards, reward_extra_info=extra_info)
+    def submit(self, data: DataProto, row: int) -> Pending:
+        """Have a row scored; `outcome` waits for it."""
+        sample = self._sample(data, row)
+        return Pending(sample, self._scoring.submit(self._arguments(data, sample), sample.name))
 
-    def _samples(self, data: DataProto, lengths: list[int]) -> list[Sample]:
-        columns = data.non_tensor_batch
-        _require_column(columns, self.reward_fn_key, "named by data.reward_fn_key")
-        _require_column(columns, "reward_model", "which holds the ground truth")
-        return [
-            Sample(
-                row=row,
-                uid=columns["uid"][row] if "uid" in columns else None,
-                data_source=columns[self.reward_fn_key][row],
-                response=self._response_text(_tensor(data, "responses")[row, :length]),
-                response_length=length,
-                ground_truth=_ground_truth(columns["reward_model"][row], row),
-                extra_info=_extra_info(columns, row),
-            )
-            for row, length in enumerate(lengths)
-        ]
+    def outcome(self, pending: Pending) -> Outcome:
+        """What has become of a sample. Raises what is a mistake of the run's."""
+        if error := pending.future.exception():
+            return failure(error)
+        judged = attempt(self._judge, pending.sample, pending.future.result())
+        if error := judged.exception():
+            return failure(error)
+        score, extras = judged.result()
+        return Outcome(score, extras)
 
-    def _call(self, sample: Sample) -> Any:
-        try:
-            return self.compute_score(
-                data_source=sample.data_source,
-                solution_str=sample.response,
-                ground_truth=sample.ground_truth,
-                extra_info=sample.extra_info,
-                **self.reward_kwargs,
-            )
-        except CalderaError:
-            raise  # says already what is wrong
-        except Exception as error:
-            raise sample.error(_failure(error)) from error
+    @functools.cached_property
+    def _scoring(self) -> Scoring:
+        limits = self.limits
+        return ThreadScoring(self.compute_score, limits.timeout, limits.num_workers or 1)
+
+    def _arguments(self, data: DataProto, sample: Sample) -> Mapping[str, Any]:
+        prompt = {"raw_prompt": lambda: self._messages(data, sample.row)}
+        return {
+            "data_source": sample.data_source,
+            "solution_str": sample.response,
+            "ground_truth": sample.ground_truth,
+            "extra_info": sample.extra_info,
+            **named_arguments(self.compute_score, prompt),
+            **self.reward_kwargs,
+        }
+
+    def _messages(self, data: DataProto, row: int) -> list[dict[str, Any]]:
+        """The prompt's messages; where a run does not keep them, the prompt as one message."""
+        if "raw_prompt" in data.non_tensor_batch:
+            return list(data.non_tensor_batch["raw_prompt"][row])
+        return [{"role": "user", "content": self._decode(prompt_ids(data, row))}]
 
     def _judge(self, sample: Sample, returned: Any) -> tuple[float, dict[str, Any]]:
-        """The reward of a sample, and what is recorded about it."""
-        return _read_score(sample, returned)
+        """The reward of a sample, and what is recorded about it; or RewardError."""
+        return read_score(returned)
 
-    def _show_examples(
-        self, data: DataProto, samples: list[Sample], scored: list[tuple[float, dict[str, Any]]]
-    ) -> None:
+    def _sample(self, data: DataProto, row: int) -> Sample:
+        tensors = tensors_of(data)
+        length = int(tensors["attention_mask"][row, tensors["prompts"].shape[-1] :].sum())
+        response = self._response_text(tensors["responses"][row, :length])
+        values = row_values(data, row, self.reward_fn_key)
+        return Sample(response=response, response_length=length, **values)
+
+    # ------------------------------------------------------------------ a batch
+
+    def _score(self, data: DataProto) -> RewardResult:
+        given = data.non_tensor_batch.get(OUTCOMES)
+        known: list[Outcome | None] = [None] * len(data) if given is None else list(given)
+        outcomes = self._outcomes(data, known)
+        self._report_failures(data, outcomes)
+        self._show_examples(data, outcomes)
+        return RewardResult(
+            reward_tensor=place_scores(data, [outcome.score for outcome in outcomes]),
+            reward_extra_info=_with_states(
+                outcomes, _as_columns([outcome.extras for outcome in outcomes])
+            ),
+        )
+
+    def _outcomes(self, data: DataProto, known: Sequence[Outcome | None]) -> list[Outcome]:
+        """The outcome of every row, of which some may be known."""
+        pending = [
+            self.submit(data, row) if outcome is None else None for row, outcome in enumerate(known)
+        ]
+        return [
+            self.outcome(waiting) if waiting is not None else outcome or Outcome()
+            for waiting, outcome in zip(pending, known, strict=True)
+        ]
+
+    def _report_failures(self, data: DataProto, outcomes: list[Outcome]) -> None:
+        failed = [row for row, outcome in enumerate(outcomes) if outcome.state != VALUE]
+        if failed:
+            said = self._sample(data, failed[0]).error(outcomes[failed[0]].error or "")
+            logger.error(
+                "%d of %d samples could not be scored. The first: %s",
+                len(failed), len(outcomes), said,
+            )  # fmt: skip
+
+    def _show_examples(self, data: DataProto, outcomes: list[Outcome]) -> None:
+        if not self.num_examine:
+            return
         console = Console()
         shown: Counter[str] = Counter()
-        for sample, (score, extras) in zip(samples, scored, strict=True):
+        for row, outcome in enumerate(outcomes):
+            sample = self._sample(data, row)
             if shown[sample.data_source] >= self.num_examine:
                 continue
             shown[sample.data_source] += 1
             lines = {
-                "prompt": self._decode(_prompt_ids(data, sample.row)),
+                "prompt": self._decode(prompt_ids(data, sample.row)),
                 "response": sample.response,
                 "ground_truth": sample.ground_truth,
-                "score": score,
+                "score": outcome.score if outcome.state == VALUE else outcome.error,
             }
-            for name, value in (lines | extras).items():
+            for name, value in (lines | outcome.extras).items():
                 console.print(f"[{name}] {value}", markup=False, highlight=False, soft_wrap=True)
 
     def _response_text(self, token_ids: torch.Tensor) -> str:
@@ -201,86 +234,56 @@ class NaiveRewardManager:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
-def _tensor(data: DataProto, key: str) -> torch.Tensor:
-    assert data.batch is not None, "a batch without tensors has nothing to score"
-    tensor: torch.Tensor = data.batch[key]
-    return tensor
+REWARD_MANAGERS.register("naive")(NaiveRewardManager)
+
+
+def place_scores(data: DataProto, scores: Sequence[float]) -> torch.Tensor:
+    """(B, R): each score on the last token of its response."""
+    responses, lengths = tensors_of(data)["responses"], response_lengths(data)  # (B, R), (B,)
+    values = torch.tensor(scores, dtype=torch.float32, device=responses.device)
+    rewards = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
+    # A response without tokens has no last one, and position -1 would be padding.
+    rows = (lengths > 0).nonzero(as_tuple=True)[0]
+    rewards[rows, lengths[rows] - 1] = values[rows]
+    return rewards
 
 
 def _given_scores(data: DataProto) -> RewardResult:
     """The scores that a reward model or an agent loop has written already."""
     extra_keys = data.meta_info.get("reward_extra_keys", [])
     return RewardResult(
-        reward_tensor=_tensor(data, "rm_scores"),
+        reward_tensor=tensors_of(data)["rm_scores"],
         reward_extra_info={key: data.non_tensor_batch[key].tolist() for key in extra_keys},
     )
-
-
-def _require_column(columns: Mapping[str, np.ndarray], name: str, role: str) -> None:
-    if name not in columns:
-        there = ", ".join(sorted(columns)) or "no columns"
-        raise DataError(f"scoring needs the column {name!r}, {role}; the data has {there}")
-
-
-def _prompt_ids(data: DataProto, row: int) -> torch.Tensor:
-    prompt = _tensor(data, "prompts")[row]  # (P,), padded on the left
-    length = int(_tensor(data, "attention_mask")[row, : len(prompt)].sum())
-    return prompt[len(prompt) - length :]
-
-
-def _ground_truth(reward_model: Any, row: int) -> Any:
-    if not isinstance(reward_model, Mapping) or "ground_truth" not in reward_model:
-        raise DataError(
-            f"row {row}: the column 'reward_model' must hold a dict with 'ground_truth', "
-            f"got {reward_model!r}"
-        )
-    return reward_model["ground_truth"]
-
-
-def _extra_info(columns: Mapping[str, np.ndarray], row: int) -> dict[str, Any]:
-    """The row's own `extra_info`, copied, with what the rollout knows about the sample."""
-    own = columns["extra_info"][row] if "extra_info" in columns else None
-    if own is not None and not isinstance(own, Mapping):
-        raise DataError(f"row {row}: the column 'extra_info' must hold a dict, got {own!r}")
-    added = {
-        name: _plain(columns[column][row])
-        for column, name in ROLLOUT_COLUMNS.items()
-        if column in columns
-    }
-    return dict(own or {}) | added
-
-
-def _read_score(sample: Sample, returned: Any) -> tuple[float, dict[str, Any]]:
-    """The score in what a score function returned (or raised), and all that it said."""
-    if isinstance(returned, CalderaError):
-        raise returned
-    if isinstance(returned, BaseException):
-        raise sample.error(_failure(returned)) from returned
-    if isinstance(returned, Mapping):
-        if "score" not in returned:
-            keys = ", ".join(map(str, returned)) or "nothing"
-            raise sample.error(f"the score function returned a dict without 'score', with {keys}")
-        extras = {str(key): _plain(value) for key, value in returned.items()}
-        score = extras["score"]
-    else:
-        score = _plain(returned)
-        extras = {"acc": score}  # the variable that validation reports first
-    if not isinstance(score, int | float) or not math.isfinite(score):
-        raise sample.error(f"the score must be a finite number, and is {score!r}")
-    return float(score), extras
-
-
-def _failure(error: BaseException) -> str:
-    return f"the score function raised {type(error).__name__}: {error}"
-
-
-def _plain(value: Any) -> Any:
-    """A NumPy or torch scalar as the Python number that it holds; anything else as it is."""
-    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-        return value.item()
-    return value
 
 
 def _as_columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for row in rows for name in row)  # in the order they first come
     return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _with_states(outcomes: list[Outcome], extras: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    if all(outcome.state == VALUE for outcome in outcomes):
+        return extras
+    return extras | {
+        "reward_state": [outcome.state for outcome in outcomes],
+        "reward_error": [outcome.error for outcome in outcomes],
+    }
+
+
+def _without_nonsense(
+    rewards: torch.Tensor, extras: dict[str, list[Any]]
+) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+    """Rewards that are no finite numbers, from a manager of the user's own, are failures."""
+    is_finite = rewards.isfinite().all(-1)  # (B,)
+    if is_finite.all():
+        return rewards, extras
+    states = extras.get("reward_state", [VALUE] * len(rewards))
+    errors = extras.get("reward_error", [None] * len(rewards))
+    problem = "the reward manager returned a reward that is no finite number"
+    outcomes = [
+        Outcome(state=state, error=error) if fine else Outcome(state=FAILED, error=problem)
+        for fine, state, error in zip(is_finite.tolist(), states, errors, strict=True)
+    ]
+    logger.error("row %d: %s", is_finite.tolist().index(False), problem)
+    return rewards.masked_fill(~is_finite[:, None], 0), _with_states(outcomes, extras)

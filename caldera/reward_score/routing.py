@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from caldera.errors import RewardError, nearest
+from caldera.errors import ConfigError, nearest
 from caldera.registry import Registry
 from caldera.reward_score.code_tests import RunTests
 
@@ -63,7 +63,7 @@ def find_scorer(data_source: str) -> Scorer:
         return SCORERS[max(matching, key=len)]
     guess = nearest(data_source, SCORERS)
     hint = f"; did you mean {guess!r}?" if guess else ""
-    raise RewardError(
+    raise ConfigError(
         f"no scorer serves the data source {data_source!r}{hint} "
         f"(known: {', '.join(SCORERS)}); to score it with a function of your own, "
         "set custom_reward_function.path to the Python file that defines it"

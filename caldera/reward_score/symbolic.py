@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 
-from caldera.errors import RewardError
+from caldera.errors import ConfigError, RewardError
 
 __all__ = ["CPU_SECONDS", "equal"]
 
@@ -37,7 +37,7 @@ def equal(answer: str, reference: str, cpu_seconds: float = CPU_SECONDS) -> bool
 @functools.cache
 def require_math_verify() -> None:
     if importlib.util.find_spec("math_verify") is None:
-        raise RewardError(
+        raise ConfigError(
             "symbolic comparison of mathematical answers needs math-verify, which is not "
             "installed: pip install 'caldera[math]'"
         )

@@ -26,10 +26,11 @@ from caldera.single_controller import (
     register,
 )
 from caldera.workers.building import build_engine, compiles, register_mesh, save_role
-from caldera.workers.inputs import MASKED_ANSWERS, POLICY_LOSS, PROMPTS
+from caldera.workers.inputs import MASKED_ANSWERS, POLICY_LOSS, PROMPTS, REWARD_ROWS
 from caldera.workers.losses import policy_loss
 from caldera.workers.phases import mfu_timer, on_device
 from caldera.workers.plans import log_prob_plan, update_plan
+from caldera.workers.scoring import MakeScorer, NoScoring, RolloutScoring, Scorer
 from caldera.workers.sharding_manager import ShardingManager
 from caldera.workers.updates import train_epochs
 
@@ -43,11 +44,17 @@ ON_ACTOR = make_nd_compute_dataproto_dispatch_fn("actor")
 class ActorRolloutRefWorker(Worker):
     """Actor, sampler and, when the role says so, reference, on the same device."""
 
-    def __init__(self, config: ActorRolloutRefConfig, role: str, device: str) -> None:
+    def __init__(
+        self, config: ActorRolloutRefConfig, role: str, device: str,
+        make_scorer: MakeScorer | None = None,
+    ) -> None:  # fmt: skip
+        """`make_scorer` makes what scores answers as they are sampled."""
         super().__init__()
         self.config = config
         self.device = torch.device(device)
         self._with_reference = "ref" in role
+        self._make_scorer = make_scorer
+        self._scorer: Scorer | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -75,12 +82,13 @@ class ActorRolloutRefWorker(Worker):
         config, meta = self.config.rollout, prompts.meta_info
         seeds = [int(seed) for seed in prompts.non_tensor_batch["sample_seed"]]
         requests = requests_from_batch(prompts, config, self._stop_tokens(meta), seeds)
+        scoring = self._begin_scoring(prompts)
         with self.sharding_manager:
-            completions = self.rollout.generate(requests)
-        return completions_to_batch(
+            completions = self.rollout.generate(requests, scoring.on_finished)
+        return scoring.join(completions_to_batch(
             prompts, completions, config.response_length, meta["pad_token_id"],
             config.calculate_log_probs,
-        )  # fmt: skip
+        ))  # fmt: skip
 
     @register(dispatch_mode=ON_ACTOR, needs=MASKED_ANSWERS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -147,6 +155,14 @@ class ActorRolloutRefWorker(Worker):
         """Read the actor back."""
         with on_device(self.actor, optimizer=True):
             self.actor.load(folder, self.config.actor.checkpoint.load_contents)
+
+    def _begin_scoring(self, prompts: DataProto) -> RolloutScoring:
+        """What is told of each answer as it ends: the scorer, if the controller sends it rows."""
+        if self._make_scorer is None or REWARD_ROWS not in prompts.non_tensor_batch:
+            return NoScoring()
+        if self._scorer is None:
+            self._scorer = self._make_scorer()
+        return self._scorer(prompts)
 
     def _warn_of_length(self) -> None:
         most = getattr(base_module(self.actor.module).config, "max_position_embeddings", None)

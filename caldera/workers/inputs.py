@@ -5,8 +5,11 @@ Those that a run does not have, such as the reference's log-probs, may be missin
 
 from __future__ import annotations
 
-PROMPTS = ("input_ids", "attention_mask", "raw_prompt_ids", "sample_seed")
+REWARD_ROWS = "reward_rows"
+"""Column of what a scorer needs to know of each row, where answers are scored as they end."""
+PROMPTS = ("input_ids", "attention_mask", "raw_prompt_ids", "sample_seed", REWARD_ROWS)
 ANSWERS = ("input_ids", "attention_mask", "responses")
+CONVERSATIONS = (*ANSWERS, "raw_prompt")
 MASKED_ANSWERS = (*ANSWERS, "response_mask")
 POLICY_LOSS = ("old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights")
 VALUE_LOSS = ("values", "returns")

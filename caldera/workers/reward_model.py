@@ -9,7 +9,9 @@ import torch
 from caldera.config import FSDPConfig
 from caldera.config.optim import WrapPolicyConfig
 from caldera.config.reward import RewardModelConfig
+from caldera.data.conversation import reward_model_tokenizer
 from caldera.engine import EngineOptions, ForwardPlan
+from caldera.models.forward import base_module
 from caldera.models.loading import DTYPES, build_reward_model
 from caldera.protocol import DataProto
 from caldera.single_controller import (
@@ -19,45 +21,58 @@ from caldera.single_controller import (
     register,
 )
 from caldera.workers.building import build_engine, compiles, register_mesh
-from caldera.workers.inputs import ANSWERS
+from caldera.workers.http_server import own_address
+from caldera.workers.inputs import CONVERSATIONS
 from caldera.workers.phases import on_device
+from caldera.workers.reward_inputs import RewardInputs, TokenLists, at_last_tokens, score_tokens
+from caldera.workers.reward_server import RewardServer, ServedModel
 
 ON_REWARD = make_nd_compute_dataproto_dispatch_fn("reward")
 
 
 class RewardModelWorker(Worker):
-    """Reads the same tokens as the actor, and is never trained."""
+    """Reads the actor's tokens, or conversations of its own making, and is never trained.
+
+    Where the config asks for a server, every rank holds a whole model and serves it.
+    """
 
     def __init__(self, config: RewardModelConfig, device: str) -> None:
         super().__init__()
         self.config = config
         self.device = torch.device(device)
+        self.server: RewardServer | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the weights and build the engine."""
-        model = self.config.model
-        given, on_gpu = model.fsdp_config, self.device.type == "cuda"
-        memory = FSDPConfig(
+        config, memory = self.config, self._memory()
+        options = EngineOptions(
+            memory, sequence_parallel=config.ulysses_sequence_parallel_size,
+            compiles=compiles(self.device),
+        )  # fmt: skip
+        dtype = DTYPES[memory.model_dtype]
+        build = partial(build_reward_model, config.model, dtype, "reward_model.model")
+        strategy = "local" if config.is_served else config.strategy
+        self.engine = build_engine(strategy, build, self.device, options)
+        register_mesh(self, "reward", self.engine)
+        if not config.is_served:
+            self.inputs = RewardInputs(config)
+        self.engine.offload()
+
+    def _memory(self) -> FSDPConfig:
+        config, on_gpu = self.config, self.device.type == "cuda"
+        given = config.model.fsdp_config
+        return FSDPConfig(
             wrap_policy=WrapPolicyConfig(given.wrap_policy.min_num_params),
-            param_offload=given.param_offload,
+            param_offload=config.sleeps if config.is_served else given.param_offload,
             reshard_after_forward=given.reshard_after_forward,
             fsdp_size=given.fsdp_size,
             forward_prefetch=given.forward_prefetch,
             model_dtype="bf16" if on_gpu else "fp32",
             dtype="bfloat16" if on_gpu else "float32",
         )
-        options = EngineOptions(
-            memory, sequence_parallel=self.config.ulysses_sequence_parallel_size,
-            compiles=compiles(self.device),
-        )  # fmt: skip
-        dtype = DTYPES[memory.model_dtype]
-        build = partial(build_reward_model, model, dtype, "reward_model.model")
-        self.engine = build_engine(self.config.strategy, build, self.device, options)
-        register_mesh(self, "reward", self.engine)
-        self.engine.offload()
 
-    @register(dispatch_mode=ON_REWARD, needs=ANSWERS)
+    @register(dispatch_mode=ON_REWARD, needs=CONVERSATIONS)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Adds rm_scores (B, R): each answer's score at its last token, 0 elsewhere.
 
@@ -69,5 +84,52 @@ class RewardModelWorker(Worker):
             config.forward_max_token_len_per_gpu,
         )  # fmt: skip
         with on_device(self.engine):
-            scores = self.engine.infer(data, plan)["scores"]
-        return DataProto.from_dict({"rm_scores": scores})
+            scores = score_tokens(self.engine, self.inputs.tokens(data), plan)  # (B,)
+        return DataProto.from_dict({"rm_scores": at_last_tokens(scores, data)})
+
+    # ---- as a server
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def serve(self) -> str:
+        """Answer requests from now on, asleep if the config says so; returns the address."""
+        rollout, model = self.config.rollout, self.config.model
+        hugging_face = base_module(self.engine.module).config
+        served = ServedModel(
+            name=str(model.path),
+            tokenizer=reward_model_tokenizer(model),
+            vocabulary=hugging_face.vocab_size,
+            max_length=rollout.max_model_len
+            or getattr(hugging_face, "max_position_embeddings", None),
+        )
+        host = own_address(self.get_master_addr_port()[0])
+        self.server = RewardServer(
+            self._score, served, rollout.max_num_batched_tokens, rollout.max_num_seqs, host
+        )
+        if self.config.sleeps:
+            self.server.sleep()
+        return self.server.address
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wake(self) -> None:
+        """Bring the model to its device and answer."""
+        assert self.server is not None, "serve comes first"
+        self.engine.onload()
+        self.server.wake()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep(self) -> None:
+        """Turn requests away and make room on the device."""
+        assert self.server is not None, "serve comes first"
+        self.server.sleep()
+        self.engine.offload()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_serving(self) -> None:
+        if self.server is not None:
+            self.server.close()
+            self.server = None
+
+    def _score(self, sequences: TokenLists) -> list[float]:
+        plan = ForwardPlan(("scores",), False, len(sequences), None)
+        scores: list[float] = score_tokens(self.engine, sequences, plan).tolist()
+        return scores

@@ -1,15 +1,39 @@
-"""Code problems, from the manager's default score function to a verdict of the sandbox."""
+"""Code problems, from the default score function to a verdict of a sandbox, here or elsewhere."""
 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 
-from caldera.reward.default import score_by_data_source
+from caldera.config.reward import SandboxFusionConfig
+from caldera.errors import ConfigError, RewardError
+from caldera.reward.default import default_score_function
+from caldera.reward.sandbox import client
 
 SQUARE = "Here it is:\n```python\ndef square(x):\n    return {body}\n```"
 READS = "```python\nprint(int(input()) ** {power})\n```"
+MEMORY = "```python\nkept = 'x' * (400 * 2**20)\nprint(len(kept) // 2**20)\n```"
+HUNDREDS = {"inputs": [""], "outputs": ["400\n"]}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of `caldera sandbox serve`, in a process of its own."""
+    command = [sys.executable, "-m", "caldera.cli", "sandbox", "serve", "--port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().split("/run_code")[0]
+        process.send_signal(signal.SIGINT)
+
+
+@pytest.fixture(params=["here", "server"])
+def place(request: pytest.FixtureRequest) -> str | None:
+    return str(request.getfixturevalue("address")) if request.param == "server" else None
 
 
 @pytest.mark.parametrize(
@@ -26,9 +50,32 @@ READS = "```python\nprint(int(input()) ** {power})\n```"
     ids=["asserts", "wrong", "ends early", "stdin", "half of it", "function"],
 )  # fmt: skip
 def test_programs_are_tested_in_the_sandbox(
-    answer: str, tests: dict[str, object], score: float
+    place: str | None, answer: str, tests: dict[str, object], score: float
 ) -> None:
-    verdict = score_by_data_source("apps", answer, json.dumps(tests))
+    verdict = default_score_function(SandboxFusionConfig(url=place))(
+        "apps", answer, json.dumps(tests)
+    )
     assert isinstance(verdict, dict)
     assert verdict["score"] == pytest.approx(score)
     assert verdict["acc"] == (score == 1.0)
+
+
+@pytest.mark.parametrize(("memory", "score"), [(1024, 1.0), (128, 0.0)])
+def test_programs_have_the_memory_that_the_config_says(
+    place: str | None, memory: int, score: float
+) -> None:
+    config = SandboxFusionConfig(url=place, max_concurrent=1, memory_limit_mb=memory)
+    verdict = default_score_function(config)("apps", MEMORY, json.dumps(HUNDREDS))
+    assert verdict["score"] == score
+
+
+def test_a_server_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "FIRST_PAUSE_SECONDS", 0.001)
+    score = default_score_function(SandboxFusionConfig(url="http://127.0.0.1:9"))
+    with pytest.raises(RewardError, match=r"^no answer from http://127\.0\.0\.1:9/run_code: "):
+        score("apps", MEMORY, json.dumps(HUNDREDS))
+
+
+def test_an_address_that_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"^reward_model\.sandbox_fusion: url='nowhere' is not"):
+        default_score_function(SandboxFusionConfig(url="nowhere"))

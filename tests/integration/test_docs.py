@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from caldera.config import PPOTrainerConfig, config_to_dict, known_keys, load_config
+from caldera.config.migrate import moved_to
 from caldera.demo import run as demo
 
 REPOSITORY = Path(__file__).parents[2]
@@ -159,7 +160,7 @@ def test_keys_exist(page: Path) -> None:
         match = re.fullmatch(r"([a-z_]+(?:\.[a-z_]+)+)(?:=.*)?", span)
         if not match or match[1].partition(".")[0] not in roots or span.endswith(".pt"):
             continue
-        key = match[1]
+        key = match[1] if match[1] in known_keys() else moved_to(match[1]) or match[1]
         assert key in known_keys() or key in groups or key.startswith(free), f"no key {key}"
 
 

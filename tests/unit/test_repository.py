@@ -18,6 +18,8 @@ OPTIONAL_LIBRARIES = {
     "peft",
     "ray",
     "sglang",
+    "starlette",
+    "uvicorn",
     "vllm",
     "wandb",
 }

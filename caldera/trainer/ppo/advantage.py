@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
 from caldera.config import AlgorithmConfig
 from caldera.core_algos import (
     AdvantageInputs,
+    KLController,
+    apply_kl_penalty,
     compute_offpolicy_metrics,
     compute_pf_ppo_indices,
     compute_rollout_correction_and_rejection_mask,
@@ -17,8 +21,58 @@ from caldera.core_algos import (
 from caldera.models.seeds import derive_seed
 from caldera.protocol import DataProto, tensors_of
 from caldera.trainer.ppo.metrics import compute_rollout_diff_metrics
+from caldera.trainer.ppo.rewards import rows_with_reward
 
 Metrics = dict[str, float]
+
+
+def rewarded_part(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataProto, Tensor]:
+    """(the rows that have a reward, which they are (B,)).
+
+    Advantages are computed as if no others had been sampled.
+    """
+    rows = rows_with_reward(batch)
+    if rows.all():
+        return batch, rows
+    if algorithm.adv_estimator == "grpo_passk":  # there is no lead over nobody
+        uids = batch.non_tensor_batch["uid"]
+        answers = Counter(uids[rows.numpy()])
+        rows &= torch.tensor([answers[uid] > 1 for uid in uids])
+    return batch.select_idxs(rows), rows
+
+
+def put_back(part: DataProto, rows: Tensor, batch: DataProto) -> None:
+    """Adds what was computed for these rows of the batch to the whole of it.
+
+    Other rows get zeros, and lose their response_mask, so that they are in no loss. They stay in
+    the batch, so that mini-batches have the same members whatever fails.
+    """
+    if part is batch:
+        return
+    tensors = tensors_of(batch)
+    found = {str(key): tensors_of(part)[key] for key in tensors_of(part).keys()}  # noqa: SIM118
+    for key in ("token_level_rewards", "advantages", "returns"):
+        found.setdefault(key, found["token_level_scores"])  # of no rows at all
+    for key in found.keys() - tensors.keys() | {"response_mask"}:
+        whole = found[key].new_zeros(len(batch), *found[key].shape[1:])
+        whole[rows] = found[key]
+        tensors[key] = whole
+
+
+def penalise_distance(
+    batch: DataProto, algorithm: AlgorithmConfig, controller: KLController
+) -> Metrics:
+    """Adds token_level_rewards: the scores, less a penalty for the distance to the reference."""
+    tensors = tensors_of(batch)
+    tensors["token_level_rewards"] = tensors["token_level_scores"]
+    if not algorithm.use_kl_in_reward:
+        return {}
+    tensors["token_level_rewards"], metrics = apply_kl_penalty(
+        tensors["token_level_scores"], tensors["old_log_probs"], tensors["ref_log_prob"],
+        tensors["response_mask"], controller, algorithm.kl_penalty,
+        full_kl=tensors.get("full_kl", None),
+    )  # fmt: skip
+    return metrics
 
 
 def correct_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> Metrics:
@@ -49,8 +103,8 @@ def correct_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> Metrics:
     return differences | _floats(metrics)
 
 
-def compute_advantage(batch: DataProto, algorithm: AlgorithmConfig, step: int) -> DataProto:
-    """The batch with advantages and returns; with PF-PPO, its rows drawn anew by their scores."""
+def compute_advantage(batch: DataProto, algorithm: AlgorithmConfig) -> None:
+    """Adds advantages and returns."""
     tensors = tensors_of(batch)
     optional = ("values", "reward_baselines", "sum_pi_squared", "old_log_probs")
     held = {key: tensors.get(key, None) for key in (*optional, "rollout_is_weights")}
@@ -61,16 +115,20 @@ def compute_advantage(batch: DataProto, algorithm: AlgorithmConfig, step: int) -
     )  # fmt: skip
     advantages, returns = estimate_advantages(algorithm.adv_estimator, inputs, algorithm)
     tensors["advantages"], tensors["returns"] = advantages, returns
-    return redraw(batch, algorithm, step) if algorithm.use_pf_ppo else batch
 
 
 def redraw(batch: DataProto, algorithm: AlgorithmConfig, step: int) -> DataProto:
-    """PF-PPO: the batch with its rows drawn anew by their scores."""
+    """PF-PPO: the batch with its rows drawn anew by their scores, those that have a reward."""
+    rows = rows_with_reward(batch).nonzero().squeeze(-1)
+    if not algorithm.use_pf_ppo or not len(rows):
+        return batch
     draw = torch.Generator().manual_seed(derive_seed(0, "pf_ppo", step))
-    scores = tensors_of(batch)["token_level_scores"].sum(-1)  # (B,)
+    scores = tensors_of(batch)["token_level_scores"].sum(-1)[rows]
     settings = algorithm.pf_ppo
-    rows = compute_pf_ppo_indices(scores, draw, settings.reweight_method, settings.weight_pow)
-    return batch.select_idxs(rows)
+    drawn = compute_pf_ppo_indices(scores, draw, settings.reweight_method, settings.weight_pow)
+    order = torch.arange(len(batch))
+    order[rows] = rows[drawn]
+    return batch.select_idxs(order)
 
 
 def variance_metrics(batch: DataProto, grad_norm: float | None) -> Metrics:

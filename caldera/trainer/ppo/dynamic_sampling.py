@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import numpy as np
 import torch
 
 from caldera.config import PPOTrainerConfig
+from caldera.data import object_array
 from caldera.errors import ConfigError, DataError
 from caldera.protocol import DataProto, tensors_of
+from caldera.trainer.ppo.rewards import failure_metrics, rows_with_reward, states_of
 
 logger = logging.getLogger(__name__)
 
 METRICS_OF_REWARD = ("score", "seq_reward", "seq_final_reward")
 """Names for the sum of a sample's scores; any other name is a value that the scorer returned."""
+
+
+Rows = np.ndarray[tuple[int], np.dtype[np.bool_]]
+"""(B,): whether a row is meant."""
 
 
 class GroupFilter:
@@ -30,6 +37,9 @@ class GroupFilter:
         self._kept: list[DataProto] = []
         self._prompts_kept = 0
         self._prompts_seen = 0
+        self._states: list[str | None] = []
+        self._unjudged: list[DataProto] = []
+        self._prompts_unjudged = 0
 
     @property
     def batches(self) -> int:
@@ -40,10 +50,11 @@ class GroupFilter:
     def enough(self) -> bool:
         if self.batches == 0 or not self._settings.enable:
             return self.batches > 0
-        return self._prompts_kept >= self._wanted
+        return self._prompts_kept >= self._wanted or self._fills_up
 
     def add(self, batch: DataProto) -> None:
         """Keep the groups of a scored batch that are informative."""
+        self._states += states_of(batch)
         if not self._settings.enable:
             self._kept.append(batch)
             return
@@ -51,6 +62,7 @@ class GroupFilter:
         self._kept.append(batch.select_idxs(rows))
         self._prompts_kept += int(rows.sum()) // self._rows_a_prompt
         self._prompts_seen += len(batch) // self._rows_a_prompt
+        self._note_unjudged(batch, rows)
         most = self._settings.max_num_gen_batches
         if not self.enough and most and self.batches >= most:
             raise DataError(
@@ -65,36 +77,73 @@ class GroupFilter:
                 self._prompts_kept, self._wanted, self.batches,
             )  # fmt: skip
 
+    @property
+    def _fills_up(self) -> bool:
+        """Whether a step is full, once no more may be sampled, with prompts that failures took out.
+
+        A scorer that fails should not end a run: those prompts are in the batch, and in no loss.
+        """
+        most = self._settings.max_num_gen_batches
+        found = self._prompts_kept + self._prompts_unjudged
+        return bool(most) and self.batches >= most and found >= self._wanted
+
+    def _note_unjudged(self, batch: DataProto, kept: Rows) -> None:
+        """Keep aside the groups that are not kept and of which a member could not be scored."""
+        failed = ~rows_with_reward(batch).numpy()
+        uids = batch.non_tensor_batch["uid"].astype(str)
+        part = batch.select_idxs(np.isin(uids, uids[failed]) & ~kept)
+        if len(part):
+            tensors_of(part)["has_reward"] = torch.zeros(len(part), dtype=torch.bool)
+            self._unjudged.append(part)
+            self._prompts_unjudged += len(part) // self._rows_a_prompt
+
     def take(self) -> tuple[DataProto, dict[str, float]]:
         """(the batch of a step, metrics); prompts beyond the wanted number are dropped."""
+        metrics = failure_metrics(self._states)
         if not self._settings.enable:
-            return self._kept[0], {}
-        metrics = {
+            return self._kept[0], metrics
+        metrics |= {
             "training/num_gen_batches": float(self.batches),
             "training/filter_groups/kept_ratio": self._prompts_kept / self._prompts_seen,
             "training/filter_groups/evicted_samples": float(
                 (self._prompts_seen - self._prompts_kept) * self._rows_a_prompt
             ),
         }
-        whole = DataProto.concat([part for part in self._kept if len(part)])
+        parts = [part for part in (*self._kept, *self._unjudged) if len(part)]
+        whole = DataProto.concat(_with_equal_columns(parts))
         return whole[: self._wanted * self._rows_a_prompt], metrics
 
 
-def informative_rows(batch: DataProto, metric: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which rows belong to a group whose values differ, or that has one member."""
+def informative_rows(batch: DataProto, metric: str) -> Rows:
+    """Which rows belong to a group whose values differ, or that has one member.
+
+    Rows without a reward say nothing of their group.
+    """
     values = _values(batch, metric)
     uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
-    by_uid: dict[str, list[float]] = {}
-    for uid, value in zip(uids, values, strict=True):
-        by_uid.setdefault(uid, []).append(value)
-    kept = {uid: len(group) == 1 or len(set(group)) > 1 for uid, group in by_uid.items()}
-    return np.array([kept[uid] for uid in uids], dtype=bool)
+    sizes = Counter(uids)
+    by_uid: dict[str, set[float]] = {}
+    for uid, value, is_there in zip(uids, values, rows_with_reward(batch).tolist(), strict=True):
+        if is_there:
+            by_uid.setdefault(uid, set()).add(value)
+    kept = {uid: sizes[uid] == 1 or len(values) > 1 for uid, values in by_uid.items()}
+    return np.array([kept.get(uid, False) for uid in uids], dtype=bool)
+
+
+def _with_equal_columns(parts: list[DataProto]) -> list[DataProto]:
+    """What a scorer said of one batch and not of another is None there."""
+    names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
+    for part in parts:
+        for name in names:
+            part.non_tensor_batch.setdefault(name, object_array([None] * len(part)))
+    return parts
 
 
 def _values(batch: DataProto, metric: str) -> list[float]:
+    """The value of each row; 0 for one that has none."""
     if metric in batch.non_tensor_batch:
-        return [float(value) for value in batch.non_tensor_batch[metric]]
-    if metric in METRICS_OF_REWARD:
+        return [float(value or 0) for value in batch.non_tensor_batch[metric]]
+    if metric in METRICS_OF_REWARD or not rows_with_reward(batch).any():
         scores: torch.Tensor = tensors_of(batch)["token_level_scores"]
         return [float(score) for score in scores.sum(-1)]
     said = ", ".join(sorted(batch.non_tensor_batch.keys() - {"uid"}))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from caldera.protocol import DataProto
+from caldera.trainer.ppo.rewards import rows_with_reward
 
 __all__ = [
     "compute_data_metrics",
@@ -29,7 +30,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool) -> dict[str, float]
     """Statistics of one batch. Those of an empty set of samples or tokens are 0.
 
     Reads `token_level_scores`, `token_level_rewards`, `advantages`, `returns`, `response_mask`,
-    `responses`, `attention_mask`, with a critic `values`, and if present `__num_turns__`.
+    `responses`, `attention_mask`, with a critic `values`, and if present `has_reward` (scores and
+    rewards of other rows are not counted) and `__num_turns__`.
     """
     prompt_length, response_length = _lengths(batch)  # (B,), (B,)
     finished = response_length > 0  # an aborted sample has no response, hence no score of its own
@@ -37,8 +39,9 @@ def compute_data_metrics(batch: DataProto, use_critic: bool) -> dict[str, float]
     max_prompt_length = _tensor(batch, "attention_mask").shape[-1] - max_response_length
 
     metrics: dict[str, float] = {}
-    scores = _tensor(batch, "token_level_scores").sum(-1)[finished]
-    rewards = _tensor(batch, "token_level_rewards").sum(-1)[finished]
+    rewarded = finished & rows_with_reward(batch)
+    scores = _tensor(batch, "token_level_scores").sum(-1)[rewarded]
+    rewards = _tensor(batch, "token_level_rewards").sum(-1)[rewarded]
     metrics |= _statistics("critic/score", scores)
     metrics |= _statistics("critic/rewards", rewards)
     metrics |= _token_metrics(batch, use_critic)

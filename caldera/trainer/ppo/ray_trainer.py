@@ -7,6 +7,7 @@ order in which they run. Models live in worker groups; everything else happens h
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,18 +26,16 @@ from caldera.core_algos import (
     ADV_ESTIMATORS,
     POLICY_LOSSES,
     agg_loss,
-    apply_kl_penalty,
     get_kl_controller,
 )
 from caldera.data import (
     Batch,
     FixedLoader,
     StatefulLoader,
-    object_array,
     registered_or_own,
 )
 from caldera.protocol import DataProto, tensors_of
-from caldera.reward import RewardManager, compute_reward
+from caldera.reward import RewardManager, compute_reward, streams
 from caldera.single_controller import (
     ClassWithInitArgs,
     ResourcePool,
@@ -44,10 +43,18 @@ from caldera.single_controller import (
     Role,
     WorkerGroup,
 )
-from caldera.tracking import GenerationDump, Tracking, TrainingProgress
+from caldera.tracking import Tracking, TrainingProgress
 from caldera.tracking.dumps import write_text_atomic
 from caldera.trainer.checkpoint import CheckpointFolder, read_part, step_of
-from caldera.trainer.ppo.advantage import compute_advantage, correct_rollout, variance_metrics
+from caldera.trainer.ppo.advantage import (
+    compute_advantage,
+    correct_rollout,
+    penalise_distance,
+    put_back,
+    redraw,
+    rewarded_part,
+    variance_metrics,
+)
 from caldera.trainer.ppo.dealing import DealtGroup
 from caldera.trainer.ppo.dynamic_sampling import GroupFilter
 from caldera.trainer.ppo.metrics import (
@@ -57,13 +64,17 @@ from caldera.trainer.ppo.metrics import (
     marked_timer,
 )
 from caldera.trainer.ppo.prompts import stamp_rows
-from caldera.trainer.ppo.saving import CheckpointSaves, background_writers
-from caldera.trainer.ppo.validation import (
-    Validator,
-    decode_prompts,
-    decode_responses,
-    ground_truths,
+from caldera.trainer.ppo.reward_servers import RewardServers
+from caldera.trainer.ppo.rewards import (
+    component_metrics,
+    record_scores,
+    takes_part,
+    waited_for_rewards,
 )
+from caldera.trainer.ppo.saving import CheckpointSaves, background_writers
+from caldera.trainer.ppo.validation import Validator, dump_answers
+
+logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 MakeGroups = Callable[[ResourcePool, dict[str, ClassWithInitArgs]], dict[str, WorkerGroup]]
@@ -84,6 +95,7 @@ class RayPPOTrainer:
         val_reward_fn: RewardManager,
         train_loader: StatefulLoader,
         val_loader: FixedLoader,
+        reward_servers: RewardServers,
     ) -> None:
         # Unknown names fail before any work.
         registered_or_own(ADV_ESTIMATORS, config.algorithm.adv_estimator)
@@ -95,6 +107,8 @@ class RayPPOTrainer:
         self.make_groups = make_groups
         self._groups: dict[str, WorkerGroup] = {}
         self.reward_fn = reward_fn
+        self.reward_servers = reward_servers
+        self.streams = streams(config, reward_fn)
         self.train_loader = train_loader
         self.use_critic = needs_critic(config)
         self.use_reference = needs_reference(config)
@@ -126,7 +140,9 @@ class RayPPOTrainer:
         policy = Role.ActorRolloutRef if self.use_reference else Role.ActorRollout
         self.actor_rollout_wg = self._dealt(policy)
         self.critic_wg = self._dealt(Role.Critic) if self.use_critic else None
-        self.rm_wg = self._dealt(Role.RewardModel) if self.config.reward_model.enable else None
+        judges = self.config.reward_model.enable and not self.config.reward_model.is_served
+        self.rm_wg = self._dealt(Role.RewardModel) if judges else None
+        self.reward_servers.start(self._groups)
         writers = background_writers(self.config, self.actor_rollout_wg, self.critic_wg)
         self.saves = CheckpointSaves(self.checkpoints, writers)
 
@@ -141,6 +157,7 @@ class RayPPOTrainer:
 
     def shutdown(self) -> None:
         """End the workers."""
+        self.reward_servers.close()
         for group in self._groups.values():
             group.shutdown()
 
@@ -186,6 +203,7 @@ class RayPPOTrainer:
         gpus = self.resource_pool_manager.get_n_gpus()
         metrics |= self.actor_rollout_wg.metrics(batch)
         metrics |= compute_data_metrics(batch, self.use_critic)
+        metrics |= component_metrics(batch, self.config)
         metrics |= compute_timing_metrics(batch, timing)
         metrics |= compute_throughput_metrics(batch, timing, gpus)
         metrics |= variance_metrics(batch, metrics.get("actor/grad_norm"))
@@ -220,22 +238,20 @@ class RayPPOTrainer:
         rollout = self.config.actor_rollout_ref.rollout
         place: tuple[int | str, ...] = ("train", self.global_steps)
         place += (attempt,) if attempt else ()
-        prompts, batch = stamp_rows(rows, rollout.n, rollout.seed, place, self._meta)
+        prompts, batch = stamp_rows(rows, rollout.n, rollout.seed, place, self._meta, self.streams)
         with marked_timer("gen", timing):
             answers = self.actor_rollout_wg.generate_sequences(prompts)
+        waited_for_rewards(answers, timing)
         if self.config.algorithm.adv_estimator == "remax":
             with marked_timer("gen_max", timing):
                 tensors_of(answers)["reward_baselines"] = self._greedy_rewards(prompts, batch)
         return batch.union(answers)
 
     def _score(self, batch: DataProto, timing: dict[str, float]) -> None:
-        """Adds token_level_scores, and what else the scorer said of each sample."""
+        """Adds token_level_scores, has_reward, and what else the scorer said of each sample."""
         with marked_timer("reward", timing):
             scores, extras = self._rewards(batch)
-        tensors_of(batch)["token_level_scores"] = scores  # (B, R)
-        for key, values in extras.items():
-            batch.non_tensor_batch[key] = object_array(values)
-        self._dump(batch, list(extras))
+        self._dump(batch, record_scores(batch, scores, extras, self.config))
 
     def _evaluate(self, batch: DataProto, metrics: Metrics, timing: dict[str, float]) -> None:
         """Adds old_log_probs, and, where they are used, ref_log_prob and values."""
@@ -258,23 +274,22 @@ class RayPPOTrainer:
 
     def _advantage(self, batch: DataProto, metrics: Metrics, timing: dict[str, float]) -> DataProto:
         """Adds token_level_rewards, advantages and returns; with rollout correction also
-        rollout_is_weights, and response_mask loses what is rejected."""
-        algorithm, tensors = self.config.algorithm, tensors_of(batch)
+        rollout_is_weights. response_mask loses what is rejected, and rows without a reward."""
+        algorithm = self.config.algorithm
         with marked_timer("adv", timing):
-            rewards = tensors["token_level_scores"]
-            if algorithm.use_kl_in_reward:
-                rewards, kl_metrics = apply_kl_penalty(
-                    rewards, tensors["old_log_probs"], tensors["ref_log_prob"],
-                    tensors["response_mask"], self.kl_controller, algorithm.kl_penalty,
-                    full_kl=tensors.get("full_kl", None),
-                )  # fmt: skip
-                metrics |= kl_metrics
-            tensors["token_level_rewards"] = rewards
-            metrics |= correct_rollout(batch, algorithm)
-            return compute_advantage(batch, algorithm, self.global_steps)
+            part, rows = rewarded_part(batch, algorithm)
+            if len(part):
+                metrics |= penalise_distance(part, algorithm, self.kl_controller)
+                metrics |= correct_rollout(part, algorithm)
+                compute_advantage(part, algorithm)
+            put_back(part, rows, batch)
+            return redraw(batch, algorithm, self.global_steps)
 
     def _update(self, batch: DataProto, metrics: Metrics, timing: dict[str, float]) -> None:
         """Train the critic, and after its warm-up the actor; the sampler gets the new weights."""
+        if not tensors_of(batch)["response_mask"].any():
+            logger.warning("step %d has nothing to learn from: no update", self.global_steps)
+            return
         if self.critic_wg is not None:
             with marked_timer("update_critic", timing):
                 metrics |= _worker_metrics(self.critic_wg.update_critic(batch))
@@ -287,13 +302,14 @@ class RayPPOTrainer:
     # ------------------------------------------------------------------ around a step
 
     def _greedy_rewards(self, prompts: DataProto, batch: DataProto) -> torch.Tensor:
-        """The reward of the most likely answer to each row's prompt, (B,)."""
+        """The reward of the most likely answer to each row's prompt, (B,); NaN if it has none."""
         n = self.config.actor_rollout_ref.rollout.n
         firsts = prompts[::n]
         firsts.meta_info = prompts.meta_info | {"do_sample": False}
         answers = batch[::n].union(self.actor_rollout_wg.generate_sequences(firsts))
-        rewards, _ = self._rewards(answers)
-        return rewards.sum(-1).repeat_interleave(n)
+        rewards, extras = self._rewards(answers)
+        is_there = takes_part(extras, len(answers), self.config)
+        return torch.where(is_there, rewards.sum(-1), torch.nan).repeat_interleave(n)
 
     def _rewards(self, batch: DataProto) -> tuple[torch.Tensor, dict[str, list[Any]]]:
         """What the reward model, if there is one, and the reward manager say of each answer."""
@@ -337,19 +353,8 @@ class RayPPOTrainer:
         return every > 0 and (last or self.global_steps % every == 0)
 
     def _dump(self, batch: DataProto, extra_keys: list[str]) -> None:
-        folder = self.config.trainer.rollout_data_dir
-        if folder is None:
-            return
-        columns = batch.non_tensor_batch
-        with GenerationDump(Path(folder).expanduser()) as dump:
-            dump.write(
-                self.global_steps,
-                decode_prompts(batch, self.tokenizer),
-                decode_responses(batch, self.tokenizer),
-                ground_truths(batch),
-                tensors_of(batch)["token_level_scores"].sum(-1).tolist(),
-                {key: list(columns[key]) for key in [*extra_keys, "uid"]},
-            )
+        if folder := self.config.trainer.rollout_data_dir:
+            dump_answers(batch, extra_keys, self.tokenizer, folder, self.global_steps)
 
     def _write_checkpoint(self, folder: Path) -> None:
         self.actor_rollout_wg.save_checkpoint(folder / "actor")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,11 +25,13 @@ from caldera.data import (
 )
 from caldera.errors import WorkerError
 from caldera.models.loading import import_external
-from caldera.reward import load_reward_manager
+from caldera.reward import StreamingScorer, load_reward_manager, streams
 from caldera.single_controller import ClassWithInitArgs, ResourcePoolManager, Role
 from caldera.trainer.ppo.groups import make_groups_for
 from caldera.trainer.ppo.ray_trainer import MakeGroups, RayPPOTrainer, total_training_steps
+from caldera.trainer.ppo.reward_servers import RewardServers
 from caldera.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+from caldera.workers.scoring import MakeScorer
 
 logger = logging.getLogger(__name__)
 
@@ -117,28 +120,37 @@ class TaskRunner:
         total = total_training_steps(config, train_loader)
         config.actor_rollout_ref.actor.optim.total_training_steps = total
         config.critic.optim.total_training_steps = total
+        servers = RewardServers(config)
+        reward_fn = load_reward_manager(servers.config, tokenizer, num_examine=0)
+        # Whatever samples answers, for training or validation, scores them alike.
+        streamed = streams(config, reward_fn)
+        make_scorer = partial(StreamingScorer, servers.config, tokenizer) if streamed else None
         return RayPPOTrainer(
             config,
             tokenizer,
-            self._workers(config),
+            self._workers(config, make_scorer),
             self._pools(config),
             self._make_groups,
-            load_reward_manager(config, tokenizer, num_examine=0),
-            load_reward_manager(config, tokenizer, num_examine=0),
+            servers.awake(reward_fn),
+            servers.awake(load_reward_manager(servers.config, tokenizer, num_examine=0)),
             train_loader,
             create_val_loader(val_set, data),
+            servers,
         )
 
-    def _workers(self, config: PPOTrainerConfig) -> dict[Role, ClassWithInitArgs]:
+    def _workers(
+        self, config: PPOTrainerConfig, make_scorer: MakeScorer | None
+    ) -> dict[Role, ClassWithInitArgs]:
         """How to make the worker of each role that this run needs."""
         device, parts = str(config.trainer.device), config.actor_rollout_ref
         policy = Role.ActorRolloutRef if needs_reference(config) else Role.ActorRollout
-        workers = {policy: ClassWithInitArgs(ActorRolloutRefWorker, parts, policy.value, device)}
+        arguments = (parts, policy.value, device, make_scorer)
+        workers = {policy: ClassWithInitArgs(ActorRolloutRefWorker, *arguments)}
         if needs_critic(config):
             workers[Role.Critic] = ClassWithInitArgs(
                 CriticWorker, config.critic, parts.rollout.n, device
             )
-        if config.reward_model.enable:
+        if config.reward_model.has_worker:
             workers[Role.RewardModel] = ClassWithInitArgs(
                 RewardModelWorker, config.reward_model, device
             )
@@ -149,7 +161,7 @@ class TaskRunner:
         trainer, reward_model = config.trainer, config.reward_model
         pools = {GLOBAL_POOL: [trainer.n_gpus_per_node or 1] * trainer.nnodes}
         mapping = dict.fromkeys(Role, GLOBAL_POOL)
-        if reward_model.enable and reward_model.enable_resource_pool:
+        if reward_model.has_worker and reward_model.enable_resource_pool:
             pools[REWARD_POOL] = [reward_model.n_gpus_per_node] * reward_model.nnodes
             mapping[Role.RewardModel] = REWARD_POOL
         return ResourcePoolManager(pools, mapping)

@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from caldera.config import PPOTrainerConfig
 from caldera.data import FixedLoader
 from caldera.protocol import DataProto, tensors_of
-from caldera.reward import RewardManager, compute_reward
+from caldera.reward import VALUE, RewardManager, compute_reward, streams
 from caldera.tracking import GenerationDump, select_val_generations
 from caldera.trainer.ppo.prompts import stamp_rows
+from caldera.trainer.ppo.rewards import takes_part
 from caldera.trainer.ppo.validation_metrics import (
     name_validation_metrics,
     process_validation_metrics,
@@ -31,6 +32,7 @@ class Answers:
         self.outputs: list[str] = []
         self.ground_truths: list[Any] = []
         self.scores: list[float] = []
+        self.is_rewarded: list[bool] = []
         self.sources: list[str] = []
         self.uids: list[str] = []
         self.extras: dict[str, list[Any]] = {}
@@ -40,6 +42,7 @@ class Answers:
         batch: DataProto,
         scores: list[float],
         extras: dict[str, list[Any]],
+        is_rewarded: list[bool],
         tokenizer: PreTrainedTokenizerBase,
         source_key: str,
     ) -> None:
@@ -49,12 +52,27 @@ class Answers:
         self.outputs += decode_responses(batch, tokenizer)
         self.ground_truths += ground_truths(batch)
         self.scores += scores
+        self.is_rewarded += is_rewarded
         self.sources += [str(source) for source in columns[source_key]]
         self.uids += [str(uid) for uid in columns["uid"]]
         for key in self.extras.keys() | extras.keys():
             # A scorer of one data source may say what another's does not.
             held = self.extras.setdefault(key, [None] * seen)
             held += extras.get(key, [None] * len(scores))
+
+    def variables(self) -> dict[str, list[Any]]:
+        """What is averaged over answers: those without a reward are left out."""
+        pairs = zip(self.scores, self.is_rewarded, strict=True)
+        rewards = [score if is_there else None for score, is_there in pairs]
+        return {"reward": rewards, **self.extras}
+
+    def failures(self) -> dict[str, float]:
+        """`val-aux/{source}/reward_failed/count`: answers that could not be scored."""
+        states = self.extras.get("reward_state", [None] * len(self.scores))
+        counts = dict.fromkeys(self.sources, 0.0)
+        for source, state in zip(self.sources, states, strict=True):
+            counts[source] += state not in (None, VALUE)
+        return {f"val-aux/{source}/reward_failed/count": n for source, n in counts.items()}
 
 
 class Validator:
@@ -73,6 +91,7 @@ class Validator:
         self._tokenizer = tokenizer
         self._loader = loader
         self._reward_fn = reward_fn
+        self._streams = streams(config, reward_fn)
         self._generate = generate
         self._meta = meta
 
@@ -82,21 +101,24 @@ class Validator:
         for number, rows in enumerate(self._loader):
             batch = self._answer(rows, number)
             rewards, extras = compute_reward(batch, self._reward_fn)
+            is_rewarded = takes_part(extras, len(batch), self._config).tolist()
             answers.add(
-                batch, rewards.sum(-1).tolist(), extras, self._tokenizer,
+                batch, rewards.sum(-1).tolist(), extras, is_rewarded, self._tokenizer,
                 self._config.data.reward_fn_key,
             )  # fmt: skip
         self._keep(step, answers)
-        infos = {"reward": answers.scores, **answers.extras}
-        by_source = process_validation_metrics(answers.sources, answers.uids, infos)
-        return name_validation_metrics(by_source)
+        variables = answers.variables()
+        by_source = process_validation_metrics(answers.sources, answers.uids, variables)
+        return name_validation_metrics(by_source) | answers.failures()
 
     def _answer(self, rows: Any, number: int) -> DataProto:
         rollout = self._config.actor_rollout_ref.rollout
         # The step is no part of the place: validations at different steps draw the same numbers.
         place = ("validation", number)
         meta = {**self._meta, "validate": True}
-        prompts, batch = stamp_rows(rows, rollout.val_kwargs.n, rollout.seed, place, meta)
+        prompts, batch = stamp_rows(
+            rows, rollout.val_kwargs.n, rollout.seed, place, meta, self._streams
+        )
         return batch.union(self._generate(prompts))
 
     def _keep(self, step: int, answers: Answers) -> None:
@@ -111,6 +133,26 @@ class Validator:
             answers.inputs, answers.outputs, answers.scores, trainer.log_val_generations
         ):
             logger.info("[validation, score %g] %s\n%s", score, prompt, output)
+
+
+def dump_answers(
+    batch: DataProto,
+    extra_keys: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str,
+    step: int,
+) -> None:
+    """Write the answers of a scored batch, with these of its columns."""
+    columns = batch.non_tensor_batch
+    with GenerationDump(Path(folder).expanduser()) as dump:
+        dump.write(
+            step,
+            decode_prompts(batch, tokenizer),
+            decode_responses(batch, tokenizer),
+            ground_truths(batch),
+            tensors_of(batch)["token_level_scores"].sum(-1).tolist(),
+            {key: list(columns[key]) for key in [*extra_keys, "uid"]},
+        )
 
 
 def decode_prompts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -69,7 +69,6 @@ def test_moved_keys_land_in_their_places(caplog: pytest.LogCaptureFixture) -> No
         "reward.reward_manager.name": ("reward_manager.name", "dapo"),
         "reward.reward_manager.module.path": ("reward_manager.module.path", "mine.py"),
         "reward.reward_kwargs": ("reward_model.reward_kwargs", {"max_resp_len": 7}),
-        "reward.num_workers": ("reward_model.num_workers", 3),
         "reward.reward_model.model_path": ("reward_model.model.path", "RM"),
         "reward.reward_model.enable": ("reward_model.enable", True),
         "reward.reward_model.rollout.max_num_seqs": ("reward_model.rollout.max_num_seqs", 5),
@@ -129,6 +128,8 @@ def test_null_in_a_place_that_was_left_is_not_a_value(load: Load) -> None:
     config = load("reward_model.reward_manager=null", "reward.reward_manager.name=dapo")
     assert (config.reward_model.reward_manager, config.reward_manager.name) == ("naive", "dapo")
     assert load("custom_reward_function.name=null").custom_reward_function.name == "compute_score"
+    own_tokens = load("reward_model.model.input_tokenizer=null")  # no later release has that key
+    assert own_tokens.reward_model.model.input_tokenizer is None
 
 
 def test_no_warning_where_nothing_moved(load: Load, caplog: pytest.LogCaptureFixture) -> None:

@@ -50,6 +50,7 @@ EVERYWHERE: dict[str, tuple[Any, str]] = {
     "critic.model.path": (None, NO_MODEL),
     "critic.model.tokenizer_path": (None, NO_MODEL),
     "reward_model.model.input_tokenizer": (None, NO_MODEL),
+    "reward_model.num_workers": (None, "as many as suit the manager"),
     "trainer.project_name": ("caldera_examples", "the project's own name"),
     "trainer.default_local_dir": ("checkpoints/caldera_examples/gsm8k", "follows project_name"),
     "trainer.logger": (["console", "file"], "wandb wants an account; a file needs nothing"),

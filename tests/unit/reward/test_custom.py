@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from caldera.config.reward import CustomRewardFunctionConfig
 from caldera.errors import ConfigError
-from caldera.reward.custom import await_all, get_custom_reward_fn
+from caldera.reward.custom import get_custom_reward_fn
 
 SOURCE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
@@ -62,7 +62,14 @@ def test_an_async_function(source: Path) -> None:
     )
     compute_score = get_custom_reward_fn(config)
     assert compute_score is not None
-    assert await_all([compute_score("s", "", "")]) == [{"score": 2.0, "source": "s"}]
+    assert asyncio.run(compute_score("s", "", "")) == {"score": 2.0, "source": "s"}
+
+
+def test_another_process_finds_the_function_again(source: Path) -> None:
+    config = CustomRewardFunctionConfig(path=str(source), reward_kwargs={"bonus": 0.5})
+    compute_score = get_custom_reward_fn(config)
+    again = pickle.loads(pickle.dumps(compute_score))
+    assert again("s", "7", "7") == 1.5
 
 
 def test_a_name_that_is_no_function(source: Path) -> None:
@@ -75,42 +82,3 @@ def test_a_name_that_does_not_exist(source: Path) -> None:
     config = CustomRewardFunctionConfig(path=str(source), name="compute_scores")
     with pytest.raises(ConfigError, match=r"custom_reward_function.*compute_score"):
         get_custom_reward_fn(config)
-
-
-def test_await_all_runs_concurrently_and_keeps_the_order() -> None:
-    arrived: list[int] = []
-    all_here = asyncio.Event()
-
-    async def wait_for_the_others(number: int) -> int:
-        arrived.append(number)
-        if len(arrived) == 3:
-            all_here.set()
-        await all_here.wait()  # one after the other, this would wait for ever
-        return number
-
-    assert await_all([wait_for_the_others(n) for n in (3, 1, 2)]) == [3, 1, 2]
-
-
-def test_await_all_puts_an_exception_in_its_place() -> None:
-    async def fail() -> None:
-        raise KeyError("x")
-
-    async def work() -> str:
-        return "done"
-
-    plain, failed, done = await_all(["plain", fail(), work()])
-    assert (plain, done) == ("plain", "done")
-    assert isinstance(failed, KeyError)
-
-
-def test_a_resource_of_the_event_loop_outlives_a_batch() -> None:
-    made: dict[str, Any] = {}
-
-    async def use_the_queue() -> int:
-        queue = made.setdefault("queue", asyncio.Queue())
-        # Waiting binds a queue to its loop; in another loop it would raise.
-        asyncio.get_running_loop().call_soon(queue.put_nowait, 1)
-        return int(await queue.get())
-
-    assert await_all([use_the_queue()]) == [1]
-    assert await_all([use_the_queue()]) == [1]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +14,12 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from caldera.errors import DataError, RewardError
+from caldera.data import object_array
+from caldera.errors import ConfigError, DataError, RewardError, UnsupportedError
 from caldera.protocol import DataProto
-from caldera.reward import NaiveRewardManager, compute_reward
+from caldera.reward import OUTCOMES, NaiveRewardManager, compute_reward
+from caldera.reward.samples import Outcome
+from caldera.reward.scoring import ScoringLimits
 
 MakeData = Callable[..., DataProto]
 
@@ -148,14 +155,23 @@ async def crash_later(**call: Any) -> float:
 
 @pytest.mark.parametrize("compute_score", [crash, crash_later])
 def test_a_score_function_that_raises(
-    tokenizer: PreTrainedTokenizerFast, compute_score: Callable[..., Any], make_data: MakeData
+    tokenizer: PreTrainedTokenizerFast,
+    compute_score: Callable[..., Any],
+    make_data: MakeData,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    data = make_data([("1=", "12", "truth")], uid=["u-5"])
-    with pytest.raises(RewardError) as raised:
-        NaiveRewardManager(tokenizer, 0, compute_score)(data)
-    assert isinstance(raised.value.__cause__, ZeroDivisionError)
-    message = str(raised.value)
-    for part in ["row 0", "u-5", "ZeroDivisionError: by zero", "arithmetic", "'truth'", "'12'"]:
+    data = make_data([("1=", "12", "truth"), ("1=", "3", "1")], uid=["u-5", "u-6"])
+    with caplog.at_level(logging.ERROR):
+        rewards, extra = compute_reward(data, NaiveRewardManager(tokenizer, 0, compute_score))
+    assert rewards.tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert extra["reward_state"] == ["failed", "failed"]
+    (error,) = set(extra["reward_error"])
+    assert re.fullmatch(
+        r"the score function raised ZeroDivisionError: by zero \(test_manager.py:\d+\)", error
+    )
+    (message,) = caplog.messages  # the first alone
+    assert message.startswith("2 of 2 samples could not be scored. The first: row 0 (uid u-5): ")
+    for part in [error, "arithmetic", "'truth'", "'12'"]:
         assert part in message
 
 
@@ -176,17 +192,128 @@ def test_a_score_function_that_raises(
 def test_a_score_function_that_returns_nonsense(
     tokenizer: PreTrainedTokenizerFast, returned: Any, problem: str, make_data: MakeData
 ) -> None:
-    results = iter([1.0, returned])
+    results = iter([1.0, returned, 0.5])
     manager = NaiveRewardManager(tokenizer, 0, lambda **call: next(results))
-    with pytest.raises(RewardError, match=r"row 1: ") as raised:
-        manager(make_data([("1=", "1", "1")] * 2))
-    assert problem in str(raised.value)
+    rewards, extra = compute_reward(make_data([("1=", "1", "1")] * 3), manager)
+    assert rewards[:, 0].tolist() == [1.0, 0.0, 0.5]
+    assert extra["acc"] == [1.0, None, 0.5]
+    assert extra["reward_state"] == ["value", "failed", "value"]
+    assert extra["reward_error"][::2] == [None, None]
+    assert problem in extra["reward_error"][1]
+
+
+def test_a_scorer_that_cannot_be_used_for_any_sample_stops_the_run(
+    tokenizer: PreTrainedTokenizerFast, make_data: MakeData
+) -> None:
+    def unusable(**call: Any) -> float:
+        raise UnsupportedError("no sandbox here")
+
+    with pytest.raises(UnsupportedError, match="no sandbox here"):
+        compute_reward(make_data([("1=", "1", "1")]), NaiveRewardManager(tokenizer, 0, unusable))
+
+
+def test_a_service_that_does_not_answer_is_a_failure(
+    tokenizer: PreTrainedTokenizerFast, make_data: MakeData
+) -> None:
+    def unanswered(**call: Any) -> float:
+        raise RewardError("no answer from http://judge\nwith details")
+
+    manager = NaiveRewardManager(tokenizer, 0, unanswered)
+    _, extra = compute_reward(make_data([("1=", "1", "1")]), manager)
+    assert extra["reward_error"] == ["no answer from http://judge"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_score_function_that_hangs(
+    tokenizer: PreTrainedTokenizerFast, make_data: MakeData, is_async: bool
+) -> None:
+    release = threading.Event()
+
+    def hang(solution_str: str, **call: Any) -> float:
+        if solution_str == "2":
+            release.wait()
+        return 1.0
+
+    async def hang_later(solution_str: str, **call: Any) -> float:
+        await asyncio.sleep(10_000 if solution_str == "2" else 0)
+        return 1.0
+
+    manager = NaiveRewardManager(tokenizer, 0, hang_later if is_async else hang)
+    manager.limits = ScoringLimits(timeout=0.2)
+    data = make_data([("1=", answer, "1") for answer in "1213"])
+    rewards, extra = compute_reward(data, manager)
+    release.set()
+    assert rewards[:, 0].tolist() == [1, 0, 1, 1]
+    assert extra["reward_state"] == ["value", "timed_out", "value", "value"]
+    assert extra["reward_error"][1] == "the score function took longer than 0.2 s"
+
+
+def test_results_do_not_depend_on_the_order_of_completion(
+    tokenizer: PreTrainedTokenizerFast, make_data: MakeData
+) -> None:
+    """Every call waits for the one after it."""
+    ended = {str(number): threading.Event() for number in range(1, 6)}
+    ended["5"].set()
+
+    def last_first(solution_str: str, **call: Any) -> float:
+        following = str(min(int(solution_str) + 1, 5))
+        assert ended[following].wait(30)
+        ended[solution_str].set()
+        return float(solution_str)
+
+    manager = NaiveRewardManager(tokenizer, 0, last_first)
+    manager.limits = ScoringLimits(num_workers=4)
+    rewards, extra = compute_reward(make_data([("1=", a, "1") for a in "1234"]), manager)
+    assert rewards[:, 0].tolist() == extra["acc"] == [1, 2, 3, 4]
+
+
+def test_outcomes_that_are_known_are_not_computed_again(
+    tokenizer: PreTrainedTokenizerFast, make_data: MakeData
+) -> None:
+    heard: list[str] = []
+
+    def listen(solution_str: str, **call: Any) -> float:
+        heard.append(solution_str)
+        return 0.25
+
+    data = make_data([("1=", "1", "1"), ("1=", "22", "1"), ("1=", "333", "1")])
+    known = [Outcome(0.5, {"acc": 0.5, "x": "y"}), None, Outcome(state="timed_out", error="late")]
+    data.non_tensor_batch[OUTCOMES] = object_array(known)
+    rewards, extra = compute_reward(data, NaiveRewardManager(tokenizer, 0, listen))
+    assert heard == ["22"]
+    assert rewards.tolist() == [[0.5, 0, 0], [0, 0.25, 0], [0, 0, 0]]
+    assert extra == {
+        "acc": [0.5, 0.25, None],
+        "x": ["y", None, None],
+        "reward_state": ["value", "value", "timed_out"],
+        "reward_error": [None, None, "late"],
+    }
+
+
+def test_a_manager_of_ones_own_that_raises_or_returns_nonsense(make_data: MakeData) -> None:
+    class Own:
+        def __init__(self, rewards: list[list[float]]) -> None:
+            self.rewards = rewards
+
+        def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
+            if not self.rewards:
+                raise OSError("the judge is away")
+            return {"reward_tensor": torch.tensor(self.rewards), "reward_extra_info": {"a": [1, 2]}}
+
+    data = make_data([("1=", "1", "1")] * 2)
+    rewards, extra = compute_reward(data, Own([]))
+    assert rewards.tolist() == [[0, 0, 0]] * 2
+    assert extra["reward_state"] == ["failed", "failed"]
+    assert "OSError: the judge is away" in extra["reward_error"][0]
+    rewards, extra = compute_reward(data, Own([[0, 1, 0], [float("nan"), 0, 0]]))
+    assert rewards.tolist() == [[0, 1, 0], [0, 0, 0]]
+    assert extra["reward_state"] == ["value", "failed"] and extra["a"] == [1, 2]
 
 
 def test_an_unknown_data_source(tokenizer: PreTrainedTokenizerFast, make_data: MakeData) -> None:
     data = make_data([("1=", "1", "1")], data_source="nowhere")
-    with pytest.raises(RewardError, match=r"^no scorer serves the data source 'nowhere'"):
-        NaiveRewardManager(tokenizer, 0)(data)
+    with pytest.raises(ConfigError, match=r"^no scorer serves the data source 'nowhere'"):
+        compute_reward(data, NaiveRewardManager(tokenizer, 0))
 
 
 @pytest.mark.parametrize("column", ["data_source", "reward_model"])

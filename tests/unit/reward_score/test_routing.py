@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from caldera.errors import RegistryError, RewardError
+from caldera.errors import ConfigError, RegistryError
 from caldera.registry import Registry
 from caldera.reward_score import default_compute_score, register_scorer, routing
 
@@ -23,7 +23,7 @@ def returns(score: float) -> routing.Scorer:
 
 
 def test_an_unknown_data_source_lists_the_known_ones() -> None:
-    with pytest.raises(RewardError) as raised:
+    with pytest.raises(ConfigError) as raised:
         default_compute_score("openai/gms8k", "#### 7", "7")
     message = str(raised.value)
     assert "'openai/gms8k'; did you mean 'openai/gsm8k'?" in message
@@ -42,7 +42,7 @@ def test_names_win_over_patterns_and_long_patterns_over_short_ones(
     assert default_compute_score("aime2025", "", "") == 2.0
     assert default_compute_score("amc", "", "") == 2.0
     assert default_compute_score("aime2024", "", "") == 3.0
-    with pytest.raises(RewardError, match="AIME2024"):
+    with pytest.raises(ConfigError, match="AIME2024"):
         default_compute_score("AIME2024", "", "")
 
 

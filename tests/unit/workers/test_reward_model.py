@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from caldera.config import FSDPConfig, PPOTrainerConfig
 from caldera.engine import ForwardPlan, LocalEngine
@@ -28,9 +28,11 @@ LENGTHS = [8, 3, 1, 0, 5, 8]  # tokens of each answer
 
 @pytest.fixture(scope="session")
 def classifier(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., PreTrainedModel]
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model: Callable[..., PreTrainedModel],
+    model_folder: Callable[..., str],
 ) -> Callable[..., str]:
-    """The folder of a sequence classifier with so many labels."""
+    """The folder of a sequence classifier with so many labels, and of the actor's tokenizer."""
 
     def folder(labels: int = 1) -> str:
         path = tmp_path_factory.mktemp("classifier")
@@ -39,6 +41,7 @@ def classifier(
         with torch.random.fork_rng():
             torch.manual_seed(5)
             AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
+        AutoTokenizer.from_pretrained(model_folder()).save_pretrained(path)
         return str(path)
 
     return folder

@@ -8,7 +8,12 @@ import torch
 
 from caldera.config import AlgorithmConfig
 from caldera.protocol import DataProto, tensors_of
-from caldera.trainer.ppo.advantage import compute_advantage, correct_rollout, variance_metrics
+from caldera.trainer.ppo.advantage import (
+    compute_advantage,
+    correct_rollout,
+    redraw,
+    variance_metrics,
+)
 
 
 def batch_of(old: list[list[float]], sampled: list[list[float]] | None) -> DataProto:
@@ -61,23 +66,22 @@ def test_weights_and_rejection_are_written_to_the_batch() -> None:
 
 def test_pf_ppo_draws_rows_by_their_scores() -> None:
     algorithm = AlgorithmConfig(adv_estimator="grpo", use_pf_ppo=True)
-    drawn = compute_advantage(batch_of(OLD, None), algorithm, step=1)
-    again = compute_advantage(batch_of(OLD, None), algorithm, step=1)
+    drawn = redraw(batch_of(OLD, None), algorithm, step=1)
+    again = redraw(batch_of(OLD, None), algorithm, step=1)
     scores = tensors_of(drawn)["token_level_scores"].sum(-1)
     assert len(drawn) == 3
     assert 0.0 not in scores.tolist()
     assert torch.equal(scores, tensors_of(again)["token_level_scores"].sum(-1))
     others = [
-        tensors_of(compute_advantage(batch_of(OLD, None), algorithm, step=step))[
-            "token_level_scores"
-        ].sum(-1)
+        tensors_of(redraw(batch_of(OLD, None), algorithm, step))["token_level_scores"].sum(-1)
         for step in range(2, 12)
     ]
     assert any(not torch.equal(scores, other) for other in others)
 
 
 def test_variance_needs_the_sum_of_squared_probabilities() -> None:
-    batch = compute_advantage(batch_of(OLD, None), AlgorithmConfig(adv_estimator="grpo"), step=1)
+    batch = batch_of(OLD, None)
+    compute_advantage(batch, AlgorithmConfig(adv_estimator="grpo"))
     assert variance_metrics(batch, 1.0) == {}
     tensors_of(batch)["sum_pi_squared"] = torch.full((3, 2), 0.5)
     assert variance_metrics(batch, None) == {}

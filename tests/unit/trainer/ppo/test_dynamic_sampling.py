@@ -11,6 +11,8 @@ from caldera.errors import ConfigError, DataError
 from caldera.protocol import DataProto
 from caldera.trainer.ppo.dynamic_sampling import GroupFilter, informative_rows
 
+NO_FAILURES = {"reward/failed": 0.0, "reward/timed_out": 0.0, "reward/failure_rate": 0.0}
+
 
 def scored(scores: list[float], uids: str, acc: list[float] | None = None) -> DataProto:
     """One token a sample; `uids` has a letter a sample."""
@@ -63,7 +65,7 @@ def test_without_the_filter_one_batch_is_handed_back() -> None:
     assert groups.enough
     taken, metrics = groups.take()
     assert taken is batch
-    assert metrics == {}
+    assert metrics == NO_FAILURES
 
 
 def test_batches_are_collected_until_there_are_enough_prompts() -> None:
@@ -76,7 +78,7 @@ def test_batches_are_collected_until_there_are_enough_prompts() -> None:
     assert groups.enough and groups.batches == 3
     batch, metrics = groups.take()
     assert batch.non_tensor_batch["uid"].tolist() == list("aadd")  # e is one too many
-    assert metrics == {
+    assert metrics == NO_FAILURES | {
         "training/num_gen_batches": 3.0,
         "training/filter_groups/kept_ratio": 3 / 5,
         "training/filter_groups/evicted_samples": 4.0,
@@ -95,3 +97,68 @@ def test_the_last_allowed_batch_may_be_enough() -> None:
     groups.add(scored([1, 0], "aa"))
     groups.add(scored([1, 0], "bb"))
     assert groups.enough
+
+
+def with_failures(batch: DataProto, states: list[str]) -> DataProto:
+    batch.non_tensor_batch["reward_state"] = np.array(states, dtype=object)
+    assert batch.batch is not None
+    batch.batch["has_reward"] = torch.tensor([state == "value" for state in states])
+    return batch
+
+
+def test_a_sample_without_a_reward_says_nothing_of_its_group() -> None:
+    v, f = "value", "failed"
+    batch = scored([1, 1, 0, 1, 0, 0, 0, 0], "aaabbccd", acc=[1, 1, None, 1, None, None, None, 0])
+    batch = with_failures(batch, [v, v, f, v, f, f, f, v])
+    for metric in ("score", "acc"):
+        kept = informative_rows(batch, metric).tolist()
+        # a: the two that count agree; b: one is left of two; c: none; d was alone from the start
+        assert kept == [False] * 7 + [True]
+
+
+def test_a_batch_in_which_everything_failed_has_no_values_at_all() -> None:
+    batch = with_failures(scored([0, 0], "aa"), ["failed", "failed"])
+    assert informative_rows(batch, "acc").tolist() == [False, False]
+
+
+def test_a_failing_scorer_does_not_end_the_run() -> None:
+    groups = GroupFilter(config(prompts=2, most=2))
+    v, f = "value", "failed"
+    groups.add(with_failures(scored([1, 0, 0, 0], "aabb", [1, 0, 0, None]), [v, v, v, f]))
+    assert not groups.enough  # b is to be replaced, as long as it may be
+    groups.add(with_failures(scored([1, 1, 0, 0], "ccdd"), [v, v, f, f]))
+    assert groups.enough
+    batch, metrics = groups.take()
+    assert batch.non_tensor_batch["uid"].tolist() == list("aabb")
+    assert batch.batch is not None
+    assert batch.batch["has_reward"].tolist() == [True, True, False, False]
+    assert metrics["reward/failed"] == 3.0
+    assert metrics["training/filter_groups/kept_ratio"] == 1 / 4
+
+
+def test_failures_do_not_excuse_prompts_that_teach_nothing() -> None:
+    groups = GroupFilter(config(prompts=3, most=1))
+    v, f = "value", "failed"
+    with pytest.raises(DataError, match=r"only 1 of the 3 prompts"):
+        groups.add(with_failures(scored([1, 0, 0, 0, 1, 1], "aabbcc"), [v, v, v, f, v, v]))
+
+
+def test_enough_prompts_leave_no_room_for_failures() -> None:
+    groups = GroupFilter(config(prompts=1, most=1))
+    groups.add(with_failures(scored([0, 0, 1, 0], "aabb"), ["failed", "value", "value", "value"]))
+    assert groups.take()[0].non_tensor_batch["uid"].tolist() == ["b", "b"]
+
+
+def test_batches_with_and_without_failures_make_one() -> None:
+    groups = GroupFilter(config(prompts=2))
+    mixed = with_failures(scored([1, 0, 0, 0], "aabb", [1, 0, 0, None]), [*["value"] * 3, "failed"])
+    assert mixed.batch is not None
+    groups.add(mixed)
+    clean = scored([1, 0], "cc", [1, 0])
+    assert clean.batch is not None
+    clean.batch["has_reward"] = torch.ones(2, dtype=torch.bool)
+    groups.add(clean)
+    batch, metrics = groups.take()
+    assert batch.non_tensor_batch["reward_state"].tolist() == ["value", "value", None, None]
+    assert metrics["reward/failed"] == 1.0
+    assert metrics["reward/failure_rate"] == pytest.approx(1 / 6)

@@ -1,0 +1,67 @@
+"""What runs in a process of the prime and remote managers: one call of the function at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import pickle
+import queue
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from caldera.errors import CalderaError, RewardError
+from caldera.reward.custom import CustomScore
+from caldera.reward.samples import explain
+from caldera.reward.scoring import attempt
+
+__all__ = ["READY", "serve_calls"]
+
+READY = b"ready"
+"""The first message: the function is there to be called."""
+
+
+def serve_calls(connection: Connection, function: bytes) -> None:
+    """Say `READY`, then answer calls: (True, what it returned) or (False, a CalderaError).
+
+    The function runs in the main thread, where it may use signals. Another listens, so that the
+    process ends with the one that started it, whatever the function does.
+    """
+    calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(connection, calls), daemon=True).start()
+    loaded = attempt(_load, function)
+    connection.send_bytes(READY)
+    while True:
+        arguments = calls.get()
+        done = loaded if loaded.exception() else attempt(_call, loaded.result(), arguments)
+        answer = done if done.exception() else attempt(pickle.dumps, (True, done.result()))
+        if error := answer.exception():
+            told = error if isinstance(error, CalderaError) else RewardError(explain(error))
+            connection.send_bytes(pickle.dumps((False, told)))
+        else:
+            connection.send_bytes(answer.result())
+
+
+def _load(function: bytes) -> Any:
+    found = pickle.loads(function)
+    if isinstance(found, CustomScore):
+        _ = found.function  # its file is run now, not in the time of the first call
+    return found
+
+
+def _listen(connection: Connection, calls: queue.SimpleQueue[bytes]) -> None:
+    try:
+        while True:
+            calls.put(connection.recv_bytes())
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _call(function: Any, arguments: bytes) -> Any:
+    returned = function(**pickle.loads(arguments))
+    return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable

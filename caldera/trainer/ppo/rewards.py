@@ -1,0 +1,122 @@
+"""What the controller does with rewards, and with samples that could not be scored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caldera.config import PPOTrainerConfig
+from caldera.data import object_array
+from caldera.protocol import DataProto, tensors_of
+from caldera.reward import FAILED, OUTCOMES, TIMED_OUT, VALUE
+
+Metrics = dict[str, float]
+Extras = dict[str, list[Any]]
+
+
+def record_scores(
+    batch: DataProto, scores: Tensor, extras: Extras, config: PPOTrainerConfig
+) -> list[str]:
+    """Adds token_level_scores, has_reward, and what else the scorer said; names its columns.
+
+    `has_reward` (B,) tells the rows that take part in advantages, losses and their metrics: with
+    `reward.on_failure=zero` all do.
+    """
+    _check_components(extras, config)
+    tensors = tensors_of(batch)
+    tensors["token_level_scores"] = scores  # (B, R)
+    tensors["has_reward"] = takes_part(extras, len(batch), config)
+    batch.non_tensor_batch.pop(OUTCOMES, None)
+    for key, values in extras.items():
+        batch.non_tensor_batch[key] = object_array(values)
+    return list(extras)
+
+
+def takes_part(extras: Mapping[str, Sequence[Any]], rows: int, config: PPOTrainerConfig) -> Tensor:
+    """(B,): whether a row has a reward, or counts as scored 0."""
+    states = extras.get("reward_state")
+    if states is None or config.reward.on_failure == "zero":
+        return torch.ones(rows, dtype=torch.bool)
+    return torch.tensor([state == VALUE for state in states])
+
+
+def rows_with_reward(batch: DataProto) -> Tensor:
+    """(B,): the rows that take part. ReMax's need a baseline, which is NaN where there is none."""
+    tensors = tensors_of(batch)
+    kept = tensors.get("has_reward", None)
+    if kept is None:
+        kept = torch.ones(len(batch), dtype=torch.bool)
+    baselines = tensors.get("reward_baselines", None)
+    rows: Tensor = kept if baselines is None else kept & ~baselines.isnan()
+    return rows
+
+
+def failure_metrics(states: Sequence[str | None]) -> Metrics:
+    """How many samples of a step could not be scored; None stands for one that was."""
+    failed, timed_out = states.count(FAILED), states.count(TIMED_OUT)
+    return {
+        "reward/failed": float(failed),
+        "reward/timed_out": float(timed_out),
+        "reward/failure_rate": (failed + timed_out) / max(len(states), 1),
+    }
+
+
+def states_of(batch: DataProto) -> list[str | None]:
+    """The state of each row's reward, None for one of a batch without failures."""
+    column = batch.non_tensor_batch.get("reward_state")
+    return [None] * len(batch) if column is None else list(column)
+
+
+def component_metrics(batch: DataProto, config: PPOTrainerConfig) -> Metrics:
+    """`gdpo/{key}/{mean,std,max,min}` of each reward that GDPO keeps apart."""
+    metrics: Metrics = {}
+    kept = rows_with_reward(batch)
+    for key in _components(config):
+        column = batch.non_tensor_batch.get(key)
+        if column is None or not kept.any():
+            continue
+        values = torch.tensor([float(value) for value in column[kept.numpy()]]).double()
+        metrics |= {
+            f"gdpo/{key}/mean": float(values.mean()),
+            f"gdpo/{key}/std": float(values.std()) if len(values) > 1 else 0.0,
+            f"gdpo/{key}/max": float(values.max()),
+            f"gdpo/{key}/min": float(values.min()),
+        }
+    return metrics
+
+
+def waited_for_rewards(answers: DataProto, timing: dict[str, float]) -> None:
+    """Count the time that ranks waited for scores as time of scoring, not of sampling."""
+    waited = answers.meta_info.pop("metrics", {}).get("reward_wait", 0.0)
+    seconds = max(waited) if isinstance(waited, list) else waited
+    timing["gen"] = timing["gen"] - seconds
+    timing["reward"] = timing.get("reward", 0.0) + seconds
+
+
+def _components(config: PPOTrainerConfig) -> Sequence[str]:
+    algorithm = config.algorithm
+    return algorithm.gdpo_reward_keys or () if algorithm.adv_estimator == "gdpo" else ()
+
+
+def _check_components(extras: Extras, config: PPOTrainerConfig) -> None:
+    """A sample without a number for each of GDPO's rewards has failed; scored 0, it has zeros."""
+    keys = [key for key in _components(config) if key in extras]
+    for key in keys:
+        rows = len(extras[key])
+        states = extras.get("reward_state", [VALUE] * rows)
+        errors = extras.get("reward_error", [None] * rows)
+        for row, value in enumerate(extras[key]):
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            if states[row] == VALUE and not is_number:
+                states[row] = FAILED
+                errors[row] = f"the reward {key!r} must be a finite number, and is {value!r}"
+        if any(state != VALUE for state in states):
+            extras["reward_state"], extras["reward_error"] = states, errors
+    for key in keys:
+        states = extras.get("reward_state", [VALUE] * len(extras[key]))
+        pairs = zip(extras[key], states, strict=True)
+        extras[key] = [value if state == VALUE else 0.0 for value, state in pairs]

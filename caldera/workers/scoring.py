@@ -1,0 +1,38 @@
+"""What scores answers while others are sampled, as the sampler's worker sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from caldera.protocol import DataProto
+from caldera.rollout.base import OnFinished
+
+__all__ = ["MakeScorer", "NoScoring", "RolloutScoring", "Scorer"]
+
+
+class RolloutScoring(Protocol):
+    """The scoring of one batch."""
+
+    @property
+    def on_finished(self) -> OnFinished | None:
+        """Told of each answer as it ends."""
+
+    def join(self, answers: DataProto) -> DataProto:
+        """The answers, with what is known of their rewards."""
+        ...
+
+
+Scorer = Callable[[DataProto], RolloutScoring]
+"""Begins the scoring of a batch of prompts."""
+MakeScorer = Callable[[], Scorer]
+"""Called in the worker's process, to which it is sent."""
+
+
+class NoScoring:
+    """Answers are scored elsewhere."""
+
+    on_finished = None
+
+    def join(self, answers: DataProto) -> DataProto:
+        return answers
