@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from caldera.config.reward import RewardModelConfig
 from caldera.data import hf_tokenizer
 from caldera.data.chat import Message
-from caldera.data.conversation import (
+from caldera.data.judged_conversation import (
     conversation_tokens,
     require_own_template,
     reward_model_tokenizer,

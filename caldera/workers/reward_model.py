@@ -9,7 +9,7 @@ import torch
 from caldera.config import FSDPConfig
 from caldera.config.optim import WrapPolicyConfig
 from caldera.config.reward import RewardModelConfig
-from caldera.data.conversation import reward_model_tokenizer
+from caldera.data.judged_conversation import reward_model_tokenizer
 from caldera.engine import EngineOptions, ForwardPlan
 from caldera.models.forward import base_module
 from caldera.models.loading import DTYPES, build_reward_model
