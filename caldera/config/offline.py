@@ -92,9 +92,26 @@ class EvaluationDataConfig:
     """Column that picks the scorer."""
     reward_model_key: str = "reward_model"
     """Column with the ground truth."""
+    compare_path: str | None = None
+    """A second file with answers to the same prompts, to compare the first with; null: none."""
+
+
+@dataclass
+class EvaluationRunConfig:
+    num_workers: int | None = option(None, minimum=1, unit="processes")
+    """Processes that score; null: one a core."""
+    timeout: float = option(300.0, minimum=0, unit="seconds")
+    """Time that one answer's score may take; then it has failed."""
+    pass_score: float = 1.0
+    """An answer passes with this score or more; what counts is `acc` where the scorer gives it."""
+    output_dir: str | None = None
+    """Folder for NAME.evaluation.json and NAME.evaluation.html; null: that of data.path."""
+    shown_answers: int = option(200, minimum=0, unit="answers")
+    """Failing answers on the page."""
 
 
 @dataclass
 class EvaluationConfig:
     data: EvaluationDataConfig = nested(EvaluationDataConfig)
     custom_reward_function: CustomRewardFunctionConfig = nested(CustomRewardFunctionConfig)
+    evaluation: EvaluationRunConfig = nested(EvaluationRunConfig)

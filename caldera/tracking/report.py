@@ -22,7 +22,7 @@ from caldera.tracking.report_data import (
     validation_keys,
 )
 
-__all__ = ["write_report"]
+__all__ = ["page_style", "write_report"]
 
 SHOWN_ANSWERS = 12
 
@@ -44,6 +44,7 @@ def write_report(run_dir: Path, out: Path, title: str, validation_dir: Path | No
     answers = read_validation_answers(validation_dir or run_dir / "validation")
     template = files("caldera.tracking").joinpath("report_template.html").read_text("utf-8")
     page = Template(template).substitute(
+        style=page_style(),
         title=escape(title),
         headline=_headline(metrics),
         curves=_curves(metrics),
@@ -52,6 +53,11 @@ def write_report(run_dir: Path, out: Path, title: str, validation_dir: Path | No
         config=_config(run_dir / "config.yaml"),
     )
     write_text_atomic(out, [page])
+
+
+def page_style() -> str:
+    """The style sheet of every page that Caldera writes."""
+    return files("caldera.tracking").joinpath("page.css").read_text("utf-8")
 
 
 def _note(sentence: str) -> str:

@@ -1,0 +1,137 @@
+"""Answers in a file, and what their scorers say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, as_completed
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from caldera.config.offline import EvaluationDataConfig
+from caldera.data.files import Row, read_rows
+from caldera.errors import DataError
+from caldera.reward.samples import Outcome, failure, read_score
+from caldera.reward.scoring import Scoring
+from caldera.reward_score.predictions import find_extractor
+from caldera.tracking import TrainingProgress
+from caldera.trainer.evaluation.statistics import PromptScores
+
+
+@dataclass
+class Question:
+    """A row of the file: a prompt, its answers, and once they are scored their outcomes."""
+
+    row: int
+    data_source: str
+    prompt: str
+    ground_truth: Any
+    answers: list[str]
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def prompt_scores(self, pass_score: float, predict: bool) -> PromptScores:
+        """The numbers of its answers; what each answered if `predict`."""
+        worth = [_worth(outcome) for outcome in self.outcomes]
+        return PromptScores(
+            scores=np.array([outcome.score for outcome in self.outcomes]),
+            passed=np.array([value >= pass_score for value in worth]),
+            predictions=tuple(self._predictions()) if predict else None,
+        )
+
+    def _predictions(self) -> Iterator[str | None]:
+        extract = find_extractor(self.data_source)
+        for answer, outcome in zip(self.answers, self.outcomes, strict=True):
+            if "pred" in outcome.extras:
+                yield str(outcome.extras["pred"])
+            else:
+                yield extract(answer) if extract is not None else None
+
+    def passes(self, index: int, pass_score: float) -> bool:
+        return _worth(self.outcomes[index]) >= pass_score
+
+
+def tells_predictions(questions: Sequence[Question], scores_by_source: bool) -> bool:
+    """Whether it is known what each answer says, so that votes can be counted."""
+    if all("pred" in outcome.extras for q in questions for outcome in q.outcomes):
+        return True
+    return scores_by_source and all(find_extractor(q.data_source) is not None for q in questions)
+
+
+def _worth(outcome: Outcome) -> float:
+    """What decides whether an answer passes."""
+    accuracy = outcome.extras.get("acc", outcome.score)
+    return float(accuracy) if isinstance(accuracy, int | float) else outcome.score
+
+
+def read_questions(path: str, config: EvaluationDataConfig, key: str) -> list[Question]:
+    """The rows of a file, whose responses are one text or a list of texts."""
+    required = {
+        config.response_key: "data.response_key",
+        config.data_source_key: "data.data_source_key",
+        config.reward_model_key: "data.reward_model_key",
+    }
+    table = read_rows(path, key=key, required=required)
+    questions = [_question(i, row, config, table.where(i)) for i, row in enumerate(table.rows)]
+    return questions
+
+
+def _question(number: int, row: Row, config: EvaluationDataConfig, where: str) -> Question:
+    given = row[config.response_key]
+    answers = [given] if isinstance(given, str) else given
+    if not isinstance(answers, list | np.ndarray) or not len(answers):
+        raise DataError(
+            f"{where}: the column {config.response_key!r} (data.response_key) must hold a list of "
+            f"answers, got {given!r}"
+        )
+    truth = row[config.reward_model_key]
+    if not isinstance(truth, Mapping) or "ground_truth" not in truth:
+        raise DataError(
+            f"{where}: the column {config.reward_model_key!r} (data.reward_model_key) must hold a "
+            f"dict with 'ground_truth', got {truth!r}"
+        )
+    return Question(
+        row=number,
+        data_source=str(row[config.data_source_key]),
+        prompt=_text_of(row.get(config.prompt_key)),
+        ground_truth=truth["ground_truth"],
+        answers=[str(answer) for answer in answers],
+    )
+
+
+def _text_of(prompt: Any) -> str:
+    """A prompt for a person to read: its text, or its messages one after another."""
+    if isinstance(prompt, list | np.ndarray):
+        return "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt)
+    return "" if prompt is None else str(prompt)
+
+
+def score_all(questions: Sequence[Question], scoring: Scoring, title: str) -> None:
+    """Give every question the outcomes of its answers."""
+    places: dict[Future[Any], tuple[Question, int]] = {}
+    for question in questions:
+        question.outcomes = [Outcome()] * len(question.answers)
+        for index, answer in enumerate(question.answers):
+            arguments = {
+                "data_source": question.data_source,
+                "solution_str": answer,
+                "ground_truth": question.ground_truth,
+            }
+            future = scoring.submit(arguments, f"row {question.row}, answer {index}")
+            places[future] = question, index
+    with TrainingProgress(len(places), description=title, unit="answer") as progress:
+        for done, future in enumerate(as_completed(places), start=1):
+            question, index = places[future]
+            question.outcomes[index] = _outcome(future)
+            progress.update(done)
+
+
+def _outcome(future: Future[Any]) -> Outcome:
+    error = future.exception()
+    if error is not None:
+        return failure(error)
+    try:
+        score, extras = read_score(future.result())
+    except Exception as problem:  # noqa: BLE001 -- `failure` tells which of them is an outcome
+        return failure(problem)
+    return Outcome(score, extras)
