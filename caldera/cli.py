@@ -19,6 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from caldera.trainer.main_ppo import main as train
 
         return train(arguments[1:])
+    if arguments[:1] == ["eval"]:
+        from caldera.trainer.main_eval import main as evaluate
+
+        return evaluate(arguments[1:])
     if arguments[:1] == ["data"]:  # the same: what it takes is known where data sets are
         return _data(arguments[1:])
     parser = argparse.ArgumentParser(
@@ -27,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("train", help="train by reinforcement learning: key=value ...")
     commands.add_parser("data", help="prepare public data sets, check data files")
+    commands.add_parser("eval", help="score a file of answers: key=value ...")
     _add_demo(commands)
     _add_report(commands)
     _add_merge(commands)

@@ -42,7 +42,8 @@ def show(results: Results) -> None:
     for source, result in results.items():
         failed = f", {result.failed} could not be scored" if result.failed else ""
         title = f"{source}: {result.prompts} prompts, {result.answers} answers{failed}"
-        table = Table("measure", "value", "95 % interval", title=title, title_justify="left")
+        CONSOLE.print(title, highlight=False, soft_wrap=True)
+        table = Table("measure", "value", "95 % interval")
         for name, found in result.measures.items():
             table.add_row(name, f"{found.value:.4f}", f"{found.low:.4f} to {found.high:.4f}")
         if result.comparison is not None:
@@ -50,7 +51,8 @@ def show(results: Results) -> None:
             table.add_row(*_comparison_cells(result.comparison))
         CONSOLE.print(table)
         if result.comparison is not None:
-            CONSOLE.print(_comparison_words(result.comparison), highlight=False)
+            words = _comparison_words(result.comparison)
+            CONSOLE.print(words, highlight=False, soft_wrap=True)
 
 
 def _comparison_cells(found: Comparison) -> tuple[str, str, str]:
