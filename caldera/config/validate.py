@@ -12,7 +12,7 @@ from caldera.config.batches import check_batches
 from caldera.config.critic import CriticConfig
 from caldera.config.fields import shown
 from caldera.config.machine import memories
-from caldera.config.optim import CONTENTS
+from caldera.config.optim import CONTENTS, CheckpointConfig, FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.config.rollout_presets import check_rollout_correction, rollout_correction_preset
 from caldera.errors import ConfigError, UnsupportedError
@@ -26,9 +26,9 @@ CORRECTION = "algorithm.rollout_correction"
 def check_consistency(config: PPOTrainerConfig) -> None:
     """Keys fit together; lists that may be written as one string become lists."""
     _check_required(config)
-    config.data.train_files = _as_list("data.train_files", config.data.train_files)
-    config.data.val_files = _as_list("data.val_files", config.data.val_files)
-    config.trainer.logger = _as_list("trainer.logger", config.trainer.logger)
+    config.data.train_files = as_list("data.train_files", config.data.train_files)
+    config.data.val_files = as_list("data.val_files", config.data.val_files)
+    config.trainer.logger = as_list("trainer.logger", config.trainer.logger)
     if config.data.seed is None:
         config.data.seed = config.actor_rollout_ref.rollout.seed
     _check_world(config)
@@ -44,7 +44,7 @@ def check_consistency(config: PPOTrainerConfig) -> None:
     _warn_of_doubtful_values(config)
 
 
-def _as_list(key: str, value: object) -> list[str]:
+def as_list(key: str, value: object) -> list[str]:
     """One text is a list of one."""
     items = value if isinstance(value, list) else [value]
     texts = [item for item in items if isinstance(item, str)]
@@ -73,8 +73,12 @@ def _check_checkpoints(config: PPOTrainerConfig) -> None:
         "actor_rollout_ref.actor.checkpoint": config.actor_rollout_ref.actor.checkpoint,
         "critic.checkpoint": config.critic.checkpoint,
     }.items():
-        if checkpoint.async_save and checkpoint.layout == "classic":
-            raise ConfigError(f"{key}.async_save=True: {key}.layout=classic takes false; dist can")
+        check_layout(key, checkpoint)
+
+
+def check_layout(group: str, checkpoint: CheckpointConfig) -> None:
+    if checkpoint.async_save and checkpoint.layout == "classic":
+        raise ConfigError(f"{group}.async_save=True: {group}.layout=classic takes false; dist can")
 
 
 def _check_world(config: PPOTrainerConfig) -> None:
@@ -121,11 +125,15 @@ def _without_nulls(extra: dict[str, Any]) -> dict[str, Any]:
 
 def _check_precision(config: PPOTrainerConfig) -> None:
     for key, memory in memories(config).items():
-        if memory.model_dtype == "bf16" and memory.dtype == "float32":
-            raise UnsupportedError(
-                f"{key}.dtype='float32' with {key}.model_dtype='bf16': parameters that are kept "
-                "in bfloat16 compute in bfloat16"
-            )
+        check_dtypes(key, memory)
+
+
+def check_dtypes(group: str, memory: FSDPConfig) -> None:
+    if memory.model_dtype == "bf16" and memory.dtype == "float32":
+        raise UnsupportedError(
+            f"{group}.dtype='float32' with {group}.model_dtype='bf16': parameters that are kept "
+            "in bfloat16 compute in bfloat16"
+        )
 
 
 def _check_lists(config: PPOTrainerConfig) -> None:
@@ -134,16 +142,24 @@ def _check_lists(config: PPOTrainerConfig) -> None:
         "critic": config.critic,
     }
     for name, role in roles.items():
-        checkpoint = role.checkpoint
-        for key in ("save_contents", "load_contents"):
-            unknown = [item for item in getattr(checkpoint, key) if item not in CONTENTS]
-            if unknown:
-                raise ConfigError(
-                    f"{name}.checkpoint.{key}={getattr(checkpoint, key)}: {', '.join(unknown)} is "
-                    f"not one of {', '.join(CONTENTS)}"
-                )
-        if len(role.optim.betas) != 2:
-            raise ConfigError(f"{name}.optim.betas={role.optim.betas}: takes two numbers")
+        check_contents(f"{name}.checkpoint", role.checkpoint)
+        check_betas(f"{name}.optim", role.optim.betas)
+
+
+def check_contents(group: str, checkpoint: CheckpointConfig) -> None:
+    """What is written and read back has known names."""
+    for key in ("save_contents", "load_contents"):
+        unknown = [item for item in getattr(checkpoint, key) if item not in CONTENTS]
+        if unknown:
+            raise ConfigError(
+                f"{group}.{key}={getattr(checkpoint, key)}: {', '.join(unknown)} is "
+                f"not one of {', '.join(CONTENTS)}"
+            )
+
+
+def check_betas(group: str, betas: list[float]) -> None:
+    if len(betas) != 2:
+        raise ConfigError(f"{group}.betas={betas}: takes two numbers")
 
 
 def _check_followers(config: PPOTrainerConfig) -> None:
