@@ -19,6 +19,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         from caldera.trainer.main_ppo import main as train
 
         return train(arguments[1:])
+    if arguments[:1] == ["sft"]:  # the same
+        from caldera.trainer.sft_trainer import SFT
+
+        return SFT.main(arguments[1:])
+    if arguments[:1] == ["rm"]:
+        from caldera.trainer.rm_trainer import REWARD_MODEL
+
+        return REWARD_MODEL.main(arguments[1:])
+    if arguments[:1] == ["dpo"]:
+        from caldera.trainer.dpo_trainer import DPO
+
+        return DPO.main(arguments[1:])
     if arguments[:1] == ["eval"]:
         from caldera.trainer.main_eval import main as evaluate
 
@@ -30,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("train", help="train by reinforcement learning: key=value ...")
+    commands.add_parser("sft", help="fine-tune on answers or conversations: key=value ...")
+    commands.add_parser("rm", help="train a reward model on pairs of answers: key=value ...")
+    commands.add_parser("dpo", help="train a policy on pairs of answers: key=value ...")
     commands.add_parser("data", help="prepare public data sets, check data files")
     commands.add_parser("eval", help="score a file of answers: key=value ...")
     _add_demo(commands)

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from caldera.config import SHORT_PROFILE, PPOTrainerConfig
 from caldera.config.loader import known_keys
+from caldera.config.migrate import MOVED_SUPERVISED
 from caldera.config.offline import EvaluationConfig, GenerationConfig
+from caldera.config.preference import DPOTrainerConfig, RewardModelTrainerConfig
 from caldera.config.reference import (
     describe,
     later_table,
@@ -55,11 +57,25 @@ These exist in later releases of verl only. Their defaults there are taken, and 
 any other value is refused:
 
 {later_table()}
-## sft_trainer
+## sft_trainer and sft_trainer_engine
 
-The keys of supervised fine-tuning. Its entry point is not part of this release.
+The keys of [supervised fine-tuning](../sft.md). `sft_trainer_engine` differs in two defaults:
+`data.multiturn.enable` and `data.use_dynamic_bsz` are true. Names of other releases move to their
+place here:
 
+{moved_table(MOVED_SUPERVISED)}
 {reference_tables(SFTTrainerConfig)}
+## rm_trainer
+
+`caldera rm` ([preferences](../preferences.md)) knows the keys of `sft_trainer`, with these
+differences:
+
+{reference_tables(RewardModelTrainerConfig, SFTTrainerConfig)}
+## dpo_trainer
+
+The same for `caldera dpo`:
+
+{reference_tables(DPOTrainerConfig, SFTTrainerConfig)}
 ## generation
 
 The keys of generating answers to a file. Its entry point is not part of this release.

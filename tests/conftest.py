@@ -142,6 +142,84 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return Lab(folder, environment)
 
 
+@dataclass(frozen=True)
+class Lessons:
+    """Sums with their answers, and as conversations, for supervised runs on the lab's model."""
+
+    lab: Lab
+    folder: Path
+
+    def overrides(self, run_dir: Path, *more: str) -> list[str]:
+        """The arguments of a run; those in `more` win."""
+        return [
+            f"data.train_files={self.folder / 'train.parquet'}",
+            f"data.val_files={self.folder / 'test.parquet'}",
+            "data.train_batch_size=8",
+            "data.micro_batch_size_per_gpu=3",
+            "data.max_length=16",
+            f"model.partial_pretrain={self.lab.model}",
+            "model.enable_gradient_checkpointing=False",
+            "optim.lr=2e-3",
+            "trainer.device=cpu",
+            "trainer.logger=[file]",
+            "trainer.total_epochs=2",
+            f"trainer.default_local_dir={run_dir}",
+            *more,
+        ]
+
+    @property
+    def conversations(self) -> list[str]:
+        """More arguments: several sums in a row, in a chat template that tells who speaks."""
+        return [
+            f"data.train_files={self.folder / 'talks.parquet'}",
+            f"data.val_files={self.folder / 'talks.parquet'}",
+            "data.max_length=32",
+            f"model.tokenizer_path={self.folder / 'tokenizer'}",
+        ]
+
+    def run(
+        self, command: list[str], arguments: list[str], **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """A command in a process of its own, to its end."""
+        return subprocess.run(
+            [sys.executable, "-m", *command, *arguments], env=self.lab.environment | environment,
+            text=True, capture_output=True, timeout=300, check=False,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def lessons(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Lessons:
+    import pyarrow
+    import pyarrow.parquet
+
+    from caldera.demo.arithmetic import build_tokenizer
+
+    folder = tmp_path_factory.mktemp("lessons")
+    sums = [(f"{a}+{b}", str(a + b)) for a in range(7) for b in range(7)]
+    random.Random(1).shuffle(sums)
+    rows = [{"question": question, "answer": answer} for question, answer in sums]
+    talks = [
+        [
+            {"role": role, "content": text}
+            for pair in sums[start : start + 1 + start % 3]
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+        for start in range(24)
+    ]
+    files = {"train": rows[:32], "test": rows[32:], "talks": [{"messages": t} for t in talks]}
+    for name, content in files.items():
+        table = pyarrow.Table.from_pylist(content)
+        pyarrow.parquet.write_table(table, folder / f"{name}.parquet")
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}={{ m.content }}"
+        "{{ eos_token }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}={% endif %}"
+    )
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return Lessons(lab, folder)
+
+
 @pytest.fixture(scope="session")
 def reward_model(lab: Lab) -> tuple[str, ...]:
     """The arguments of a reward model: a classifier on the lab's model, with a head of its own."""

@@ -13,6 +13,7 @@ from caldera.config.loader import (
     config_to_yaml,
     known_keys,
     load_config,
+    load_supervised_config,
 )
 from caldera.config.machine import resolve_for_machine, uses_ray
 from caldera.config.model import CriticModelConfig, ModelConfig
@@ -22,6 +23,8 @@ from caldera.config.ppo import ActorRolloutRefConfig, PPOTrainerConfig
 from caldera.config.reference import SHORT_PROFILE, annotated_yaml, help_text
 from caldera.config.reward import RewardModelConfig
 from caldera.config.rollout import RolloutConfig, ValKwargs
+from caldera.config.sft import SFTDataConfig, SFTTrainerConfig
+from caldera.config.sft_checks import resolve_supervised
 from caldera.config.trainer import TrainerConfig
 
 __all__ = [
@@ -42,6 +45,8 @@ __all__ = [
     "RefConfig",
     "RewardModelConfig",
     "RolloutConfig",
+    "SFTDataConfig",
+    "SFTTrainerConfig",
     "TrainerConfig",
     "ValKwargs",
     "annotated_yaml",
@@ -51,8 +56,10 @@ __all__ = [
     "help_text",
     "known_keys",
     "load_config",
+    "load_supervised_config",
     "needs_critic",
     "needs_reference",
     "resolve_for_machine",
+    "resolve_supervised",
     "uses_ray",
 ]

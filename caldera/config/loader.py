@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -24,10 +24,25 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from caldera.config.fields import Field, check_values, shown, walk
-from caldera.config.migrate import Tree, groups_of, later_keys, leaves_of, migrate, moved_to
+from caldera.config.migrate import (
+    MOVED,
+    MOVED_SUPERVISED,
+    Tree,
+    groups_of,
+    later_keys,
+    leaves_of,
+    migrate,
+    moved_to,
+)
 from caldera.config.offline import EvaluationConfig, GenerationConfig
 from caldera.config.ppo import PPOTrainerConfig
+from caldera.config.preference import (
+    DPOTrainerConfig,
+    RewardModelTrainerConfig,
+    check_preference,
+)
 from caldera.config.sft import SFTTrainerConfig
+from caldera.config.sft_checks import check_supervised
 from caldera.config.validate import check_consistency
 from caldera.errors import ConfigError, UnknownKeyError, UnsupportedError, nearest
 
@@ -37,6 +52,9 @@ SCHEMAS: dict[str, type] = {
     "ppo_trainer": PPOTrainerConfig,
     "ppo_megatron_trainer": PPOTrainerConfig,
     "sft_trainer": SFTTrainerConfig,
+    "sft_trainer_engine": SFTTrainerConfig,
+    "rm_trainer": RewardModelTrainerConfig,
+    "dpo_trainer": DPOTrainerConfig,
     "generation": GenerationConfig,
     "evaluation": EvaluationConfig,
 }
@@ -55,6 +73,7 @@ TYPES_IN_WORDS = {
 }
 
 T = TypeVar("T")
+S = TypeVar("S", bound=SFTTrainerConfig)
 
 
 def load_config(
@@ -64,6 +83,17 @@ def load_config(
     config = compose_config(overrides, config_name, config_path, PPOTrainerConfig)
     check_values(config)
     check_consistency(config)
+    return config
+
+
+def load_supervised_config(
+    overrides: Sequence[str], config_name: str, config_path: str | None, schema: type[S]
+) -> S:
+    """The config of a supervised run: composed, with every value checked."""
+    config = compose_config(overrides, config_name, config_path, schema)
+    check_values(config)
+    check_supervised(config)
+    check_preference(config)
     return config
 
 
@@ -80,8 +110,9 @@ def compose_config(
         raise ConfigError(f"--config-name={config_name}: this command takes {fitting}")
     tree = _compose(overrides, config_name, directory)
     keys = known_keys(schema)
-    values = migrate(dict(leaves_of(tree, keys)), frozenset(keys))
-    return _typed(schema, _only_known(values, keys))
+    moves = MOVED_SUPERVISED if issubclass(schema, SFTTrainerConfig) else MOVED
+    values = migrate(dict(leaves_of(tree, keys, moves)), frozenset(keys), moves)
+    return _typed(schema, _only_known(values, keys, moves))
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
@@ -181,7 +212,7 @@ def _parse(text: str) -> tuple[Override, str]:
 # ---------------------------------------------------------------------- knowing
 
 
-def _only_known(values: Tree, keys: dict[str, bool]) -> Tree:
+def _only_known(values: Tree, keys: dict[str, bool], moves: Mapping[str, str]) -> Tree:
     """The values that were given; a key that does not exist is an error.
 
     A group may be empty, or refer to another one. `???` is Hydra's "not given".
@@ -189,22 +220,22 @@ def _only_known(values: Tree, keys: dict[str, bool]) -> Tree:
     groups, groups_elsewhere = groups_of(keys), {ENGINE_GROUP, *groups_of(later_keys())}
     given = {}
     for key, value in values.items():
-        is_group = key in groups or moved_to(key) in groups or key in groups_elsewhere
+        is_group = key in groups or moved_to(key, moves) in groups or key in groups_elsewhere
         if is_group and value == {}:
             continue
         refers = key in groups and str(value).startswith("${")
         if not (key in keys or _in_free_dictionary(key, keys) or refers):
             if is_group:
-                raise ConfigError(f"{key}={shown(value)}: is a group{_example(key, keys)}")
-            raise UnknownKeyError(f"unknown config key {key!r}{_did_you_mean(key, keys)}")
+                raise ConfigError(f"{key}={shown(value)}: is a group{_example(key, keys, moves)}")
+            raise UnknownKeyError(f"unknown config key {key!r}{_did_you_mean(key, keys, moves)}")
         if value != "???":
             given[key] = value
     return given
 
 
-def _example(group: str, keys: Iterable[str]) -> str:
+def _example(group: str, keys: Iterable[str], moves: Mapping[str, str]) -> str:
     """A key of the group, where it is one of those here."""
-    place = moved_to(group) or group
+    place = moved_to(group, moves) or group
     example = next((key for key in keys if key.startswith(f"{place}.")), None)
     return f"; set its keys, such as {example}=..." if example else ""
 
@@ -214,8 +245,8 @@ def _in_free_dictionary(key: str, keys: dict[str, bool]) -> bool:
     return any(keys.get(".".join(parts[:length])) for length in range(1, len(parts)))
 
 
-def _did_you_mean(key: str, keys: Iterable[str]) -> str:
-    guess = _likely_key(moved_to(key) or key, keys)
+def _did_you_mean(key: str, keys: Iterable[str], moves: Mapping[str, str]) -> str:
+    guess = _likely_key(moved_to(key, moves) or key, keys)
     return f"; did you mean {guess}?" if guess else ""
 
 

@@ -7,6 +7,7 @@ import os
 from caldera.config.batches import check_devices
 from caldera.config.optim import FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig
+from caldera.config.sft import SFTTrainerConfig
 from caldera.errors import ConfigError
 
 
@@ -36,15 +37,15 @@ def resolve_for_machine(config: PPOTrainerConfig, gpus: int) -> list[str]:
         chosen.append("actor_rollout_ref.rollout.name=native")
     for key, memory in memories(config).items():
         if memory.dtype is None:
-            memory.dtype = _default_dtype(trainer.device, memory)
+            memory.dtype = default_dtype(trainer.device, memory)
             chosen.append(f"{key}.dtype={memory.dtype}")
     if rollout.dtype is None:
-        rollout.dtype = _default_dtype(trainer.device, config.actor_rollout_ref.actor.fsdp_config)
+        rollout.dtype = default_dtype(trainer.device, config.actor_rollout_ref.actor.fsdp_config)
         chosen.append(f"actor_rollout_ref.rollout.dtype={rollout.dtype}")
     return chosen
 
 
-def uses_ray(config: PPOTrainerConfig) -> bool:
+def uses_ray(config: PPOTrainerConfig | SFTTrainerConfig) -> bool:
     """Whether workers are Ray's: for several nodes, where a cluster is named, or as asked for."""
     trainer = config.trainer
     if trainer.worker_group is not None:
@@ -74,6 +75,6 @@ def _check_gpus(config: PPOTrainerConfig, gpus: int) -> None:
         )
 
 
-def _default_dtype(device: str, memory: FSDPConfig) -> str:
+def default_dtype(device: str, memory: FSDPConfig) -> str:
     """bfloat16 where it is fast, and where the parameters are; otherwise float32."""
     return "bfloat16" if device == "cuda" or memory.model_dtype == "bf16" else "float32"

@@ -50,6 +50,20 @@ MOVED = {
     "trainer.profile_steps": "global_profiler.steps",
 }
 """Group or key of another release -> its place here; the longest match counts."""
+MOVED_SUPERVISED = {
+    "data.messages_key": "data.multiturn.messages_key",
+    "data.tools_key": "data.multiturn.tools_key",
+    "data.enable_thinking_key": "data.multiturn.enable_thinking_key",
+    "engine": "model.fsdp_config",
+    "engine.strategy": "model.strategy",
+    "engine.ulysses_sequence_parallel_size": "ulysses_sequence_parallel_size",
+    "model.fsdp_config.cpu_offload": "model.fsdp_config.offload_policy",
+    "model.fsdp_config.offload_params": "model.fsdp_config.param_offload",
+    "optim.lr_scheduler_type": "optim.lr_scheduler",
+    "optim.warmup_style": "optim.lr_scheduler",
+    "checkpoint": "trainer.checkpoint",
+}
+"""The same of supervised training."""
 EMPTIED = ("custom_reward_function.", "reward_model.")
 """Groups that later releases left behind when they moved them, with null for what is not given."""
 NULL_IS_A_VALUE = ("reward_model.model.input_tokenizer",)
@@ -113,23 +127,25 @@ def later_reason(key: str) -> str:
     raise AssertionError(f"no reason for {key}")
 
 
-def moved_to(key: str) -> str | None:
+def moved_to(key: str, moves: Mapping[str, str] = MOVED) -> str | None:
     """Where a key of another release is found here, or None."""
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
-        if place := MOVED.get(".".join(parts[:length])):
+        if place := moves.get(".".join(parts[:length])):
             return ".".join([place, *parts[length:]])
     return None
 
 
-def migrate(leaves: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
+def migrate(
+    leaves: dict[str, Any], known: frozenset[str], moves: Mapping[str, str] = MOVED
+) -> dict[str, Any]:
     """Known keys alone, moved ones in their place here; keys of no release stay as they are."""
     placed: dict[str, Any] = {}
     given_as: dict[str, str] = {}
     moved: dict[str, str] = {}
     for key, value in leaves.items():
         place = key
-        if key not in known and (new_place := moved_to(key)) in known:
+        if key not in known and (new_place := moved_to(key, moves)) in known:
             assert new_place is not None
             place = new_place
         elif is_target(key):
@@ -194,13 +210,15 @@ def groups_of(keys: Iterable[str]) -> set[str]:
     return {".".join(names[:length]) for names in parts for length in range(1, len(names))}
 
 
-def leaves_of(tree: Tree, known: Mapping[str, bool], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(
+    tree: Tree, known: Mapping[str, bool], moves: Mapping[str, str] = MOVED, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Every (dotted key, value) of a tree; a key that is known to hold a value is not entered."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        place = key if key in known else moved_to(key)
+        place = key if key in known else moved_to(key, moves)
         is_leaf = place in known or key in later_keys()
         if isinstance(value, dict) and value and not is_leaf:
-            yield from leaves_of(value, known, f"{key}.")
+            yield from leaves_of(value, known, moves, f"{key}.")
         else:
             yield key, value

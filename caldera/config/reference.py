@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -198,9 +198,13 @@ def short_table(schema: type) -> str:
     return head + "\n".join(rows) + "\n"
 
 
-def reference_tables(schema: type) -> str:
-    """Markdown: a table of honoured keys a group, then the refused ones by reason."""
-    infos = describe(schema)
+def reference_tables(schema: type, base: type | None = None) -> str:
+    """Markdown: a table of honoured keys a group, then the refused ones by reason.
+
+    With `base`, only what is not the same there.
+    """
+    same = describe(base) if base is not None else []
+    infos = [info for info in describe(schema) if info not in same]
     groups: dict[str, list[KeyInfo]] = {}
     for info in infos:
         if not info.refused:
@@ -225,9 +229,9 @@ def reference_tables(schema: type) -> str:
     return "\n".join(parts)
 
 
-def moved_table() -> str:
+def moved_table(moves: Mapping[str, str] = MOVED) -> str:
     """Markdown: keys of other releases and their places here."""
-    rows = [f"| `{old}` | `{new}` |" for old, new in MOVED.items()]
+    rows = [f"| `{old}` | `{new}` |" for old, new in moves.items()]
     return "| key of another release | here |\n|---|---|\n" + "\n".join(rows) + "\n"
 
 

@@ -1,13 +1,20 @@
-"""The configuration of supervised fine-tuning, under verl's key names."""
+"""The configuration of supervised training, under verl's key names."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from omegaconf import II
+
 from caldera.config.data import CustomClassConfig
-from caldera.config.fields import listed, mapping, nested, option
-from caldera.config.optim import CheckpointConfig, FSDPConfig
+from caldera.config.fields import listed, mapping, nested, option, refused
+from caldera.config.model import ModelConfig
+from caldera.config.optim import CheckpointConfig, FSDPConfig, OptimizerConfig
+from caldera.config.ppo import RayConfig
+from caldera.config.reasons import ALWAYS_PACKED
+
+EACH_EPOCH = "after_each_epoch"
 
 
 @dataclass
@@ -17,17 +24,17 @@ class MultiTurnDataConfig:
     messages_key: str = "messages"
     """Column with the messages."""
     tools_key: str = "tools"
-    """Column with the tools' schemas."""
+    """Column with the tools' schemas, a list or JSON text; rows may lack it."""
     enable_thinking_key: str = "enable_thinking"
-    """Column that switches the template's thinking on or off."""
+    """Column that switches the template's thinking on or off; rows may lack it."""
 
 
 @dataclass
 class SFTDataConfig:
     train_files: Any = None
-    """Parquet files to train on. Required."""
+    """Parquet, JSON or JSON-lines files to train on. Required."""
     val_files: Any = None
-    """Parquet files to validate on; null: no validation."""
+    """Files to validate on; null: no validation."""
     train_batch_size: int = option(256, minimum=1, unit="samples")
     """Samples per optimiser step."""
     micro_batch_size_per_gpu: int = option(4, minimum=1, unit="samples")
@@ -45,10 +52,19 @@ class SFTDataConfig:
     response_dict_keys: list[str] | None = None
     """Path to the answer inside that column; null: the column itself."""
     multiturn: MultiTurnDataConfig = nested(MultiTurnDataConfig)
-    max_length: int = option(1024, minimum=1, unit="tokens")
+    max_length: int = option(1024, minimum=2, unit="tokens")
     """Most tokens of a sample."""
     truncation: str = option("error", choices=("error", "left", "right"))
     """What happens to a sample that is too long: an error, or which part is cut away."""
+    pad_mode: str = option("no_padding", choices=("no_padding", "right"))
+    """How rows are handed over; what the model computes has no padding in either case."""
+    ignore_input_ids_mismatch: bool = False
+    """Conversations whose messages, templated one by one, are not the whole conversation's
+    template: train on the former instead of an error."""
+    shuffle: bool = True
+    """Draw training rows in random order."""
+    dataloader_num_workers: int = option(0, minimum=0, unit="processes")
+    """Processes that prepare rows; 0: this one."""
     balance_dp_token: bool = False
     """Deal samples to ranks so that all have the same number of tokens."""
     chat_template: str | None = None
@@ -59,30 +75,30 @@ class SFTDataConfig:
 
 
 @dataclass
-class SFTModelConfig:
+class SFTMemoryConfig(FSDPConfig):
+    seed: int = II("trainer.seed")
+    """Seed of freshly initialised weights, such as an adapter."""
+
+
+@dataclass
+class SFTModelConfig(ModelConfig):
     partial_pretrain: str | None = None
     """Folder or hub name of the model to start from. Required."""
-    fsdp_config: FSDPConfig = nested(FSDPConfig)
-    external_lib: str | None = None
-    """Modules, separated by commas, that are imported before the model is built."""
-    enable_gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass to save memory."""
-    trust_remote_code: bool = False
-    """Whether code that comes with the model may run."""
-    lora_rank: int = option(0, minimum=0)
-    """Rank of the LoRA adapter; 0 trains all parameters."""
-    lora_alpha: int = option(16, minimum=1)
-    """Scale of the LoRA adapter."""
-    target_modules: Any = "all-linear"
-    """Module names that get an adapter: a list, or `all-linear`."""
-    use_liger: bool = False
-    """Use Liger's kernels."""
+    path: str | None = II("model.partial_pretrain")
+    """The newer name of partial_pretrain."""
+    custom_chat_template: str | None = II("data.chat_template")
+    """The newer name of data.chat_template."""
+    fsdp_config: SFTMemoryConfig = nested(SFTMemoryConfig)
     strategy: str = option("fsdp2", choices=("local", "fsdp", "fsdp2"))
     """Training engine."""
 
 
 @dataclass
 class SFTOptimizerConfig:
+    optimizer: str = "AdamW"
+    """Class name of the optimiser."""
+    optimizer_impl: str = "torch.optim"
+    """Module that holds the class."""
     lr: float = option(1e-5, minimum=0)
     """Peak learning rate."""
     betas: list[float] = listed(0.9, 0.95)
@@ -90,17 +106,44 @@ class SFTOptimizerConfig:
     weight_decay: float = option(0.01, minimum=0)
     """Decoupled weight decay."""
     lr_warmup_steps_ratio: float = option(0.1, minimum=0, maximum=1, unit="share of steps")
-    """Warm-up as a share of all steps."""
+    """Warm-up as a share of all steps; used when lr_warmup_steps is negative."""
+    lr_warmup_steps: int = option(-1, unit="steps")
+    """Warm-up in steps; negative: taken from lr_warmup_steps_ratio."""
     clip_grad: float = option(1.0, minimum=0)
     """Largest gradient norm of an optimiser step; 0: no clipping."""
     lr_scheduler: str = option("cosine", choices=("constant", "cosine"))
     """Shape of the schedule after the warm-up."""
+    min_lr_ratio: float = option(0.0, minimum=0, maximum=1, unit="share of lr")
+    """Floor of the cosine schedule."""
+    num_cycles: float = option(0.5, unit="cycles")
+    """Cycles of the cosine schedule."""
+    override_optimizer_config: dict[str, Any] | None = mapping()
+    """Further arguments of the optimiser's class."""
+
+    def for_engine(self, total_training_steps: int) -> OptimizerConfig:
+        """The same as an engine takes it, with the length of the schedule."""
+        return OptimizerConfig(
+            optimizer=self.optimizer,
+            optimizer_impl=self.optimizer_impl,
+            lr=self.lr,
+            betas=self.betas,
+            weight_decay=self.weight_decay,
+            lr_warmup_steps_ratio=self.lr_warmup_steps_ratio,
+            lr_warmup_steps=self.lr_warmup_steps,
+            lr_scheduler_type=self.lr_scheduler,
+            min_lr_ratio=self.min_lr_ratio,
+            num_cycles=self.num_cycles,
+            override_optimizer_config=self.override_optimizer_config,
+            total_training_steps=total_training_steps,
+        )
 
 
 @dataclass
 class SFTRunConfig:
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
-    """Folder of the run."""
+    """Folder of the run: checkpoints, metrics, resolved config."""
+    default_hdfs_dir: str | None = None
+    """URL of a folder that checkpoints are copied to; null: none."""
     project_name: str = "gsm8k-sft"
     """Project under which loggers file the run."""
     experiment_name: str = "test"
@@ -114,22 +157,30 @@ class SFTRunConfig:
     seed: int = 1
     """Seed of the order of the data and of fresh weights."""
     save_freq: Any = option(-1, unit="steps")
-    """Steps between checkpoints; -1: none; `after_each_epoch`."""
+    """Steps between checkpoints, the last step included; -1: none; `after_each_epoch`."""
     test_freq: Any = option(-1, unit="steps")
-    """Steps between validations; -1: none; `after_each_epoch`."""
+    """Steps between validations, the last step included; -1: none; `after_each_epoch`."""
     max_ckpt_to_keep: int | None = option(None, minimum=1, unit="checkpoints")
     """Newest checkpoints that are kept; null: all."""
     resume_mode: str = option("auto", choices=("auto", "disable", "resume_path"))
     """Go on from the newest checkpoint, start anew, or go on from resume_from_path."""
     resume_from_path: str | None = None
-    """A global_step_N folder, for resume_mode=resume_path."""
+    """A global_step_N folder or its URL, for resume_mode=resume_path."""
     checkpoint: CheckpointConfig = nested(CheckpointConfig)
     nnodes: int = option(1, minimum=1, unit="nodes")
-    """Machines of the run."""
+    """Machines of the run; under torchrun, those that it starts."""
     n_gpus_per_node: int | None = option(None, minimum=1, unit="devices")
-    """Devices a node; null: chosen from the machine."""
+    """Devices (GPUs, or processes on a CPU) a node; null: torchrun's processes, else all GPUs, or
+    one process on a CPU."""
+    worker_group: str | None = option(None, choices=("local", "ray"))
+    """Where workers live: processes of this machine, or Ray's. null: Ray for several nodes, or
+    where RAY_ADDRESS names a cluster; else local. Under torchrun: its processes."""
     device: str | None = option(None, choices=("cuda", "cpu"))
     """Where the model lives; null: cuda where there is a GPU, else cpu."""
+    nccl_timeout: int = option(600, minimum=1, unit="seconds")
+    """How long a call may take on the workers, and a rank wait for another."""
+    ray_wait_register_center_timeout: int = option(300, minimum=1, unit="seconds")
+    """How long to wait for places that other runs hold on a Ray cluster, and for ranks to start."""
 
 
 @dataclass
@@ -139,6 +190,6 @@ class SFTTrainerConfig:
     optim: SFTOptimizerConfig = nested(SFTOptimizerConfig)
     ulysses_sequence_parallel_size: int = option(1, minimum=1, unit="devices")
     """Devices that share one sequence."""
-    use_remove_padding: bool = False
-    """Pack sequences without padding."""
+    use_remove_padding: bool = refused(False, ALWAYS_PACKED, met=(True,))
     trainer: SFTRunConfig = nested(SFTRunConfig)
+    ray_kwargs: RayConfig = nested(RayConfig)

@@ -12,7 +12,7 @@ from caldera.config.batches import check_batches
 from caldera.config.critic import CriticConfig
 from caldera.config.fields import as_list, shown
 from caldera.config.machine import memories
-from caldera.config.optim import CONTENTS
+from caldera.config.optim import CONTENTS, CheckpointConfig, FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.config.reward_checks import check_reward_model
 from caldera.config.rollout_presets import check_rollout_correction, rollout_correction_preset
@@ -66,8 +66,12 @@ def _check_checkpoints(config: PPOTrainerConfig) -> None:
         "actor_rollout_ref.actor.checkpoint": config.actor_rollout_ref.actor.checkpoint,
         "critic.checkpoint": config.critic.checkpoint,
     }.items():
-        if checkpoint.async_save and checkpoint.layout == "classic":
-            raise ConfigError(f"{key}.async_save=True: {key}.layout=classic takes false; dist can")
+        check_layout(key, checkpoint)
+
+
+def check_layout(group: str, checkpoint: CheckpointConfig) -> None:
+    if checkpoint.async_save and checkpoint.layout == "classic":
+        raise ConfigError(f"{group}.async_save=True: {group}.layout=classic takes false; dist can")
 
 
 def _check_world(config: PPOTrainerConfig) -> None:
@@ -108,11 +112,15 @@ def _without_nulls(extra: dict[str, Any]) -> dict[str, Any]:
 
 def _check_precision(config: PPOTrainerConfig) -> None:
     for key, memory in memories(config).items():
-        if memory.model_dtype == "bf16" and memory.dtype == "float32":
-            raise UnsupportedError(
-                f"{key}.dtype='float32' with {key}.model_dtype='bf16': parameters that are kept "
-                "in bfloat16 compute in bfloat16"
-            )
+        check_dtypes(key, memory)
+
+
+def check_dtypes(group: str, memory: FSDPConfig) -> None:
+    if memory.model_dtype == "bf16" and memory.dtype == "float32":
+        raise UnsupportedError(
+            f"{group}.dtype='float32' with {group}.model_dtype='bf16': parameters that are kept "
+            "in bfloat16 compute in bfloat16"
+        )
 
 
 def _check_lists(config: PPOTrainerConfig) -> None:
@@ -121,16 +129,24 @@ def _check_lists(config: PPOTrainerConfig) -> None:
         "critic": config.critic,
     }
     for name, role in roles.items():
-        checkpoint = role.checkpoint
-        for key in ("save_contents", "load_contents"):
-            unknown = [item for item in getattr(checkpoint, key) if item not in CONTENTS]
-            if unknown:
-                raise ConfigError(
-                    f"{name}.checkpoint.{key}={getattr(checkpoint, key)}: {', '.join(unknown)} is "
-                    f"not one of {', '.join(CONTENTS)}"
-                )
-        if len(role.optim.betas) != 2:
-            raise ConfigError(f"{name}.optim.betas={role.optim.betas}: takes two numbers")
+        check_contents(f"{name}.checkpoint", role.checkpoint)
+        check_betas(f"{name}.optim", role.optim.betas)
+
+
+def check_contents(group: str, checkpoint: CheckpointConfig) -> None:
+    """What is written and read back has known names."""
+    for key in ("save_contents", "load_contents"):
+        unknown = [item for item in getattr(checkpoint, key) if item not in CONTENTS]
+        if unknown:
+            raise ConfigError(
+                f"{group}.{key}={getattr(checkpoint, key)}: {', '.join(unknown)} is "
+                f"not one of {', '.join(CONTENTS)}"
+            )
+
+
+def check_betas(group: str, betas: list[float]) -> None:
+    if len(betas) != 2:
+        raise ConfigError(f"{group}.betas={betas}: takes two numbers")
 
 
 def _check_followers(config: PPOTrainerConfig) -> None:

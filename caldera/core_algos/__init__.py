@@ -73,6 +73,12 @@ from caldera.core_algos.policy_losses import (
     get_policy_loss_fn,
     register_policy_loss,
 )
+from caldera.core_algos.preference import (
+    DPO_LOSSES,
+    PairMetrics,
+    bradley_terry_loss,
+    dpo_loss,
+)
 from caldera.core_algos.rollout_correction import (
     compute_offpolicy_metrics,
     compute_rollout_correction_and_rejection_mask,
@@ -84,6 +90,7 @@ from caldera.core_algos.value_loss import (
 
 __all__ = [
     "ADV_ESTIMATORS",
+    "DPO_LOSSES",
     "KL_PENALTIES",
     "LOSS_AGG_MODES",
     "POLICY_LOSSES",
@@ -95,9 +102,11 @@ __all__ = [
     "FixedKLController",
     "KLController",
     "LossScale",
+    "PairMetrics",
     "PolicyLossFn",
     "agg_loss",
     "apply_kl_penalty",
+    "bradley_terry_loss",
     "call_policy_loss",
     "compute_gae_advantage_return",
     "compute_gdpo_outcome_advantage",
@@ -132,6 +141,7 @@ __all__ = [
     "compute_tir_optimal_token_baseline_advantage",
     "compute_value_loss",
     "compute_variance_proxies",
+    "dpo_loss",
     "entropy_from_logits",
     "entropy_from_logits_with_chunking",
     "estimate_advantages",

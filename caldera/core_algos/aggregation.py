@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from caldera.config.actor import LOSS_AGG_MODES
@@ -88,6 +89,16 @@ class LossScale:
         The shares combine as losses do: sum over micro-batches, mean over ranks.
         """
         return self.aggregate(values.detach(), mask, "token-mean")
+
+    def group_mean(self, values: Tensor, rows: int) -> Tensor:
+        """This micro-batch's share of a mean over the groups of the mini-batch.
+
+        `values` are (n,), one a group of so many sequences, all of which have tokens in the loss
+        mask. They keep their gradient.
+        """
+        local = torch.tensor(len(values) * rows, device=values.device)
+        sequences = _divisor("global_batch_size", self.global_batch_size, local, self.dp_size)
+        return values.sum() * rows / sequences * self.dp_size * self.weight
 
     def share_of_mean(self, mean: Tensor, mask: Tensor) -> Tensor:
         """The share of a mean that was taken over this micro-batch's tokens, with its gradient."""

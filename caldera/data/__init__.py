@@ -13,7 +13,11 @@ from caldera.data.balance import (
 )
 from caldera.data.chat import chat_messages, render_chat, tokenize_chat
 from caldera.data.collate import Batch, collate_fn, object_array
-from caldera.data.create import create_rl_dataset
+from caldera.data.create import (
+    create_preference_dataset,
+    create_rl_dataset,
+    create_sft_dataset,
+)
 from caldera.data.files import read_rows
 from caldera.data.importing import load_object
 from caldera.data.length_filter import fitting_prompts, prompt_lengths
@@ -23,10 +27,13 @@ from caldera.data.loader import (
     create_train_loader,
     create_val_loader,
 )
+from caldera.data.multiturn_sft_dataset import MultiTurnSFTDataset
 from caldera.data.own_functions import registered_or_own
 from caldera.data.padding import compute_position_ids, left_pad, right_pad, truncate
+from caldera.data.preference_dataset import PreferenceDataset
 from caldera.data.rl_dataset import RLHFDataset
 from caldera.data.sampler import AbstractCurriculumSampler, AbstractSampler, create_sampler
+from caldera.data.sft_dataset import SFTDataset, engine_rows, token_batch
 from caldera.data.tokenizer import hf_tokenizer
 
 __all__ = [
@@ -34,17 +41,23 @@ __all__ = [
     "AbstractSampler",
     "Batch",
     "FixedLoader",
+    "MultiTurnSFTDataset",
+    "PreferenceDataset",
     "RLHFDataset",
+    "SFTDataset",
     "StatefulLoader",
     "balance_order",
     "balance_partitions",
     "chat_messages",
     "collate_fn",
     "compute_position_ids",
+    "create_preference_dataset",
     "create_rl_dataset",
     "create_sampler",
+    "create_sft_dataset",
     "create_train_loader",
     "create_val_loader",
+    "engine_rows",
     "fitting_prompts",
     "get_seqlen_balanced_partitions",
     "hf_tokenizer",
@@ -59,6 +72,7 @@ __all__ = [
     "registered_or_own",
     "render_chat",
     "right_pad",
+    "token_batch",
     "tokenize_chat",
     "truncate",
     "workload",

@@ -80,13 +80,17 @@ class _Solution:
         return _Solution.of([*self.parts[:alone], *joined, *rest], k)
 
 
-def balance_partitions(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
+def balance_partitions(lengths: Sequence[int], dp_size: int, together: int = 1) -> list[list[int]]:
     """One part a data-parallel rank, of equal size and about equal work.
 
-    Within a part the short sequences stand at both ends and the long ones in the middle.
+    Within a part the short sequences stand at both ends and the long ones in the middle. Each
+    `together` consecutive sequences are one: a part has all of them, side by side.
     """
-    parts = get_seqlen_balanced_partitions([workload(n) for n in lengths], dp_size, equal_size=True)
-    return [_small_ends(part, [lengths[i] for i in part]) for part in parts]
+    work = _sums([workload(n) for n in lengths], together)
+    sizes = _sums(lengths, together)
+    parts = get_seqlen_balanced_partitions(work, dp_size, equal_size=True)
+    arranged = [_small_ends(part, [sizes[i] for i in part]) for part in parts]
+    return _members(arranged, together)
 
 
 def balance_order(lengths: Sequence[int], dp_size: int) -> list[int]:
@@ -112,21 +116,24 @@ def log_seqlen_unbalance(
 
 
 def micro_batches_by_tokens(
-    lengths: Sequence[int], max_tokens: int, min_count: int = 1
+    lengths: Sequence[int], max_tokens: int, min_count: int = 1, together: int = 1
 ) -> list[list[int]]:
     """As few micro-batches as fit `max_tokens` each, but at least `min_count`, of equal work.
 
     Ranks that must agree on a number take the largest of theirs as everybody's `min_count`: the
     number that comes back is exactly the larger of `min_count` and the one without it. The
-    micro-batches with the least work stand at both ends.
+    micro-batches with the least work stand at both ends. Each `together` consecutive sequences
+    are in the same one, side by side.
     """
+    work = _sums([workload(n) for n in lengths], together)
+    lengths = _sums(lengths, together)
     longest = max(lengths)
     if longest > max_tokens:
+        what = "a sequence" if together == 1 else f"a group of {together} sequences"
         raise ConfigError(
-            f"a sequence of {longest} tokens does not fit the budget of {max_tokens} tokens a "
+            f"{what} of {longest} tokens does not fit the budget of {max_tokens} tokens a "
             "micro-batch; raise the max_token_len_per_gpu of this role"
         )
-    work = [workload(n) for n in lengths]
     count = min(len(lengths), max(1, -(-sum(lengths) // max_tokens)))
     parts = get_seqlen_balanced_partitions(work, count, equal_size=False)
     while not _fit(parts, lengths, max_tokens):  # ends at one sequence a part
@@ -140,7 +147,20 @@ def micro_batches_by_tokens(
         if not _fit(parts, lengths, max_tokens):
             parts = _split_heaviest(fitting, work, min_count)
     totals = [sum(work[i] for i in part) for part in parts]
-    return [parts[position] for position in _small_ends(range(len(parts)), totals)]
+    arranged = [parts[position] for position in _small_ends(range(len(parts)), totals)]
+    return _members(arranged, together)
+
+
+def _sums(values: Sequence[int], together: int) -> list[int]:
+    """Of each group of consecutive values."""
+    if len(values) % together:
+        raise ProtocolError(f"{len(values)} sequences are not groups of {together}")
+    return [sum(values[start : start + together]) for start in range(0, len(values), together)]
+
+
+def _members(parts: list[list[int]], together: int) -> list[list[int]]:
+    """Groups replaced by the sequences that they consist of."""
+    return [[group * together + i for group in part for i in range(together)] for part in parts]
 
 
 def _fit(parts: list[list[int]], lengths: Sequence[int], max_tokens: int) -> bool:
@@ -158,10 +178,15 @@ def _split_heaviest(parts: list[list[int]], work: Sequence[int], count: int) -> 
     return parts
 
 
-def micro_batches_by_count(n: int, size: int) -> list[list[int]]:
-    """Consecutive micro-batches of `size` sequences, the last one possibly smaller."""
+def micro_batches_by_count(n: int, size: int, together: int = 1) -> list[list[int]]:
+    """Consecutive micro-batches of `size` sequences, the last one possibly smaller.
+
+    Each `together` consecutive sequences are in the same one.
+    """
     if size < 1:
         raise ConfigError(f"a micro-batch must hold at least 1 sequence; got a size of {size}")
+    if n % together or size % together:
+        raise ProtocolError(f"{n} sequences, {size} at a time, are not groups of {together}")
     return [list(range(start, min(start + size, n))) for start in range(0, n, size)]
 
 

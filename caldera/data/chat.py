@@ -32,14 +32,19 @@ def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
     template_kwargs: Mapping[str, Any],
+    add_generation_prompt: bool = True,
 ) -> str:
-    """The text of a chat, up to where the assistant begins to answer."""
+    """The text of a chat, up to where the assistant begins to answer unless told otherwise."""
     try:
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **template_kwargs
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **template_kwargs,
         )
     except (jinja2.TemplateError, TypeError) as error:
-        raise DataError(f"the chat template failed on the prompt: {error}") from error
+        what = "prompt" if add_generation_prompt else "conversation"
+        raise DataError(f"the chat template failed on the {what}: {error}") from error
     assert isinstance(text, str)
     return text
 
@@ -59,14 +64,13 @@ def tokenize_chat(
 
 
 def require_chat_template(
-    tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any],
+    key: str = "actor_rollout_ref.model.custom_chat_template",
 ) -> None:
-    """Raise unless prompts can be rendered at all."""
+    """Raise unless prompts can be rendered at all; `key` would give a template."""
     if tokenizer.chat_template is None and "chat_template" not in template_kwargs:
-        raise DataError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no chat template; "
-            "set actor_rollout_ref.model.custom_chat_template"
-        )
+        raise DataError(f"the tokenizer {tokenizer.name_or_path!r} has no chat template; set {key}")
 
 
 def _message(item: object, what: str) -> Message:

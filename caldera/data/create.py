@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Dataset
 
 from caldera.data.importing import load_object
+from caldera.data.multiturn_sft_dataset import MultiTurnSFTDataset
+from caldera.data.preference_dataset import PreferenceDataset
 from caldera.data.rl_dataset import RLHFDataset
+from caldera.data.sft_dataset import SFTDataset
 from caldera.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from caldera.config import DataConfig
+    from caldera.config import DataConfig, SFTDataConfig
 
 
 def create_rl_dataset(
@@ -25,7 +28,7 @@ def create_rl_dataset(
     max_samples: int = -1,
 ) -> Any:
     """An RLHFDataset, or one of the class that `data.custom_cls` names."""
-    dataset_class = _dataset_class(config)
+    dataset_class = _own_class(config) or RLHFDataset
     return dataset_class(
         data_files=files,
         tokenizer=tokenizer,
@@ -35,14 +38,32 @@ def create_rl_dataset(
     )
 
 
-def _dataset_class(config: DataConfig) -> Any:
+def create_sft_dataset(
+    files: str | Sequence[str], config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase
+) -> Any:
+    """Prompts with answers, or whole conversations, or what `data.custom_cls` names."""
+    usual = MultiTurnSFTDataset if config.multiturn.enable else SFTDataset
+    dataset_class = _own_class(config) or usual
+    return dataset_class(parquet_files=files, tokenizer=tokenizer, config=config)
+
+
+def create_preference_dataset(
+    files: str | Sequence[str], config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase
+) -> Any:
+    """Pairs of answers, or what `data.custom_cls` names."""
+    dataset_class: Any = _own_class(config) or PreferenceDataset
+    return dataset_class(parquet_files=files, tokenizer=tokenizer, config=config)
+
+
+def _own_class(config: DataConfig | SFTDataConfig) -> Any:
+    """The class that `data.custom_cls` names, if it does."""
     custom = config.custom_cls
     if custom.path is None:
         if custom.name is not None:
             raise ConfigError(
                 f"data.custom_cls.name={custom.name!r} is given without data.custom_cls.path"
             )
-        return RLHFDataset
+        return None
     loaded = load_object(custom.path, custom.name, "data.custom_cls")
     if not (isinstance(loaded, type) and issubclass(loaded, Dataset)):
         raise ConfigError(

@@ -59,7 +59,9 @@ class StatefulLoader:
         num_workers: int = 0,
         collate: Collate = collate_fn,
         sampler: AbstractSampler | None = None,
+        seed_key: str = "data.seed",
     ) -> None:
+        """`seed_key` is the config key of the seed, for errors."""
         assert sampler is None or num_workers == 0, "workers would ask for rows ahead of time"
         self.dataset = dataset
         self.batch_size = batch_size
@@ -69,6 +71,7 @@ class StatefulLoader:
         self.num_workers = num_workers
         self.collate = collate
         self.sampler = sampler
+        self._seed_key = seed_key
         self._sampled = None if sampler is None else SampledRows(sampler, len(dataset))
         self.epoch = 0
         """The epoch of the next batch."""
@@ -116,7 +119,7 @@ class StatefulLoader:
         names = {
             "dataset_length": "the number of training rows",
             "batch_size": "data.train_batch_size",
-            "seed": "data.seed",
+            "seed": self._seed_key,
             "shuffle": "data.shuffle",
             "drop_last": "drop_last",
             "sampler": "data.sampler",

@@ -54,6 +54,8 @@ class ForwardPlan:
     classic: bool = False
     """Each micro-batch is averaged on its own, and weighs as many rows as it has; what comes out
     depends on the split. Else the whole mini-batch is averaged."""
+    rows_together: int = 1
+    """Rows come in groups of so many, and a micro-batch has all of a group or none."""
 
     def __post_init__(self) -> None:
         assert ("full_kl" in self.outputs) == (self.reference is not None), "one needs the other"

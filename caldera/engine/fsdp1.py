@@ -21,7 +21,13 @@ from caldera.engine.building import decoder_layers, prepare_module
 from caldera.engine.layout import strip
 from caldera.engine.meshes import Meshes, make_meshes
 from caldera.engine.packed_model import PREFIX, PackedModel
-from caldera.engine.sharded import ShardedLayout, compute_dtype, rope_kind, units
+from caldera.engine.sharded import (
+    ShardedLayout,
+    compute_dtype,
+    precise_head,
+    rope_kind,
+    units,
+)
 from caldera.engine.training import TrainingEngine
 from caldera.errors import ConfigError
 from caldera.models.flops import Arithmetic
@@ -49,11 +55,11 @@ class Fsdp1Layout(ShardedLayout):
         if is_hybrid:
             full, grads = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
         parts = set(units(packed, options))
-        apart = {part for part in parts if _dtype(part) != _dtype(packed)}
+        head = precise_head(packed, options)
         precision = _precision(compute_dtype(options))
 
         def wraps(part: nn.Module) -> bool | dict[str, Any]:
-            return {"mixed_precision": None} if part in apart else part in parts
+            return {"mixed_precision": None} if part is head else part in parts
 
         self.root = FullyShardedDataParallel(
             packed,
@@ -84,10 +90,6 @@ class Fsdp1Layout(ShardedLayout):
             if handle is not None:
                 handle.flat_param_to(device, non_blocking=device.type == "cuda")
                 handle.flat_param._local_shard = handle.flat_param.data
-
-
-def _dtype(module: nn.Module) -> torch.dtype:
-    return next(module.parameters()).dtype
 
 
 def _precision(compute: torch.dtype | None) -> MixedPrecision | None:

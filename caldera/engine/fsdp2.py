@@ -22,7 +22,13 @@ from caldera.engine.building import prepare_module
 from caldera.engine.layout import strip
 from caldera.engine.meshes import Meshes, make_meshes
 from caldera.engine.packed_model import PREFIX, PackedModel
-from caldera.engine.sharded import ShardedLayout, compute_dtype, rope_kind, units
+from caldera.engine.sharded import (
+    ShardedLayout,
+    compute_dtype,
+    precise_head,
+    rope_kind,
+    units,
+)
 from caldera.engine.tensor_parallel import Cut, cut_matrices
 from caldera.engine.training import TrainingEngine
 from caldera.models.flops import Arithmetic
@@ -117,12 +123,12 @@ def _shard(
     if memory.offload_policy:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     parts = units(packed, options)
+    head = precise_head(packed, options)
     for part in parts:
-        own = next(part.parameters()).dtype
-        is_apart = own != next(packed.parameters()).dtype  # a head that is more precise
         fully_shard(
             part, mesh=meshes.sharding, reshard_after_forward=memory.reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy() if is_apart else precision, offload_policy=offload,
+            mp_policy=MixedPrecisionPolicy() if part is head else precision,
+            offload_policy=offload,
         )  # fmt: skip
     fully_shard(
         packed, mesh=meshes.sharding, reshard_after_forward=memory.reshard_after_forward,

@@ -60,9 +60,10 @@ class PackedModel(nn.Module):
         return {"hidden": hidden, "head": head.clone()}  # a sharded one is dropped after this
 
     def _values(self, hidden: Tensor) -> Tensor:
-        with self._precision(hidden.device):
-            # FSDP would warn of the view of a (n, 1) tensor.
-            return value_scores(self.inner, hidden).clone()
+        """In the precision of the head's parameters, whatever the rest computes in: rounded to
+        bfloat16, the scores of two answers would often be the same."""
+        # FSDP would warn of the view of a (n, 1) tensor.
+        return value_scores(self.inner, hidden).clone()
 
     def _hidden(self, packed: PackedRows) -> Tensor:
         """Hidden states (n, H) of the tokens at which something is computed."""

@@ -80,10 +80,17 @@ def units(packed: PackedModel, options: EngineOptions) -> list[nn.Module]:
         found = [part for part in large if not tied & {id(p) for p in part.parameters()}]
     else:
         found = decoder_layers(inner)
-    head = getattr(base_module(inner), VALUE_HEAD, None)
-    if isinstance(head, nn.Module) and _has_own_precision(head, inner):
-        found = [*found, head]
-    return found
+    head = precise_head(packed, options)
+    return found if head is None else [*found, head]
+
+
+def precise_head(packed: PackedModel, options: EngineOptions) -> nn.Module | None:
+    """A value head that is more precise than what the rest computes in, and stays so."""
+    head = getattr(base_module(packed.inner), VALUE_HEAD, None)
+    if not isinstance(head, nn.Module):
+        return None
+    computed = compute_dtype(options) or next(packed.parameters()).dtype
+    return None if next(head.parameters()).dtype == computed else head
 
 
 def _tied(module: nn.Module) -> set[int]:
@@ -101,10 +108,6 @@ def _large_parts(module: nn.Module, least: int) -> list[nn.Module]:
             inner = [] if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
         found += inner
     return found
-
-
-def _has_own_precision(head: nn.Module, inner: nn.Module) -> bool:
-    return next(head.parameters()).dtype != next(inner.parameters()).dtype
 
 
 def compute_dtype(options: EngineOptions) -> torch.dtype | None:

@@ -209,13 +209,15 @@ class TrainingEngine(Engine):
     def _micro_batches(self, batch: DataProto, plan: ForwardPlan) -> list[list[int]]:
         if not plan.by_tokens:
             assert plan.micro_batch_size is not None, "the config's check asks for it"
-            return micro_batches_by_count(len(batch), plan.micro_batch_size)
+            return micro_batches_by_count(len(batch), plan.micro_batch_size, plan.rows_together)
         assert plan.max_tokens is not None
         most = plan.max_tokens * self._layout.sequence.size
         lengths = tensors_of(batch)["attention_mask"].sum(1).tolist()
-        cut = micro_batches_by_tokens(lengths, most)
+        cut = micro_batches_by_tokens(lengths, most, together=plan.rows_together)
         needed = self._layout.least_micro_batches(len(cut))
-        return cut if needed == len(cut) else micro_batches_by_tokens(lengths, most, needed)
+        if needed == len(cut):
+            return cut
+        return micro_batches_by_tokens(lengths, most, needed, plan.rows_together)
 
 
 def _move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

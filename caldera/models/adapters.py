@@ -132,8 +132,8 @@ def _new_config(config: ModelConfig, task: str, peft: Any) -> Any:
 
 
 def _excluded(modules: Any, task: str) -> Any:
-    """A value head is trained whole, which peft takes for granted, so it gets no adapter."""
-    if task != "TOKEN_CLS":
+    """A classifier's head is trained whole, which peft takes for granted, so it gets no adapter."""
+    if task == "CAUSAL_LM":
         return modules
     if isinstance(modules, str):
         return f"(?:{modules})|(?:{VALUE_HEAD})"

@@ -81,6 +81,22 @@ def build_value_model(
     return _built(loaded, config, "TOKEN_CLS", seed, key, empty)
 
 
+def build_sequence_classifier(
+    config: ModelConfig, dtype: torch.dtype, seed: int, key: str, empty: bool = False
+) -> Built:
+    """A classifier of whole sequences with one label, to be trained: a reward model to be.
+
+    Where the files have no head, it starts at small random values. If the model is to be `empty`,
+    it is without values.
+    """
+    with _quiet_transformers():  # as above
+        loaded = _load(
+            AutoModelForSequenceClassification, config, dtype, seed, key, empty, num_labels=1
+        )
+    _scoring_head(loaded.model, config, key).float()  # in bfloat16 small steps would be lost
+    return _built(loaded, config, "SEQ_CLS", seed, key, empty)
+
+
 def build_reward_model(
     config: ModelSource, dtype: torch.dtype, key: str, empty: bool = False
 ) -> Built:
@@ -101,11 +117,7 @@ def build_reward_model(
             f"{key}.path={config.path!r} tells {model.config.num_labels} labels apart: a reward "
             "model has one"
         )
-    if not isinstance(getattr(model, VALUE_HEAD, None), nn.Module):
-        raise UnsupportedError(
-            f"{key}.path={config.path!r}: {type(model).__name__} has no head named {VALUE_HEAD!r}"
-        )
-    getattr(model, VALUE_HEAD).float()  # in bfloat16 a score would have three digits
+    _scoring_head(model, config, key).float()  # in bfloat16 a score would have three digits
     return Built(model, WeightSource(model, loaded.readers) if empty else None)
 
 
@@ -178,6 +190,15 @@ def _load(
         names = ", ".join(unused)
         raise ConfigError(f"{key}.override_config: the model's config has no {names}")
     return loaded
+
+
+def _scoring_head(model: nn.Module, config: ModelSource, key: str) -> nn.Module:
+    head = getattr(model, VALUE_HEAD, None)
+    if not isinstance(head, nn.Module):
+        raise UnsupportedError(
+            f"{key}.path={config.path!r}: {type(model).__name__} has no head named {VALUE_HEAD!r}"
+        )
+    return head
 
 
 def _built(

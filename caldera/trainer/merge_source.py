@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedConfig,
 )
@@ -67,13 +68,17 @@ class CheckpointModel:
         self.has_adapter = any(".lora_" in name for name in self.stored.tensors)
         self.dtype, self.widest_dtype = self._dtypes()
         self._reading = reading
-        head = f"{VALUE_HEAD}.weight"
-        heads = [one for name, one in self.stored.tensors.items() if plain_name(name) == head]
+        parts = {plain_name(name): one for name, one in self.stored.tensors.items()}
+        head = parts.get(f"{VALUE_HEAD}.weight")
         self.factory: Any = AutoModelForCausalLM
         labels: dict[str, int] = {}
-        if heads or reading.is_value_model:
-            self.factory = AutoModelForTokenClassification
-            labels["num_labels"] = heads[0].shape[0] if heads else 1
+        if head is not None or reading.is_value_model:
+            # The heads of transformers' token classifiers have a bias, those of sequences do not.
+            of_tokens = head is None or f"{VALUE_HEAD}.bias" in parts
+            self.factory = (
+                AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
+            )
+            labels["num_labels"] = head.shape[0] if head is not None else 1
         self.config = self._read_config(**labels)
         self._check_names()
 

@@ -8,9 +8,9 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from caldera.config import PPOTrainerConfig
+from caldera.config import PPOTrainerConfig, SFTTrainerConfig
 from caldera.errors import CalderaError, ConfigError, WorkerError
 from caldera.single_controller import (
     ClassWithInitArgs,
@@ -49,10 +49,14 @@ OWN_PREFIXES = ("AWS_", "AZURE_", "CALDERA_", "FSSPEC_", "GOOGLE_", "HF_", "VERL
 """Variables of the user's shell that hold in all processes: Caldera's, and the keys of stores."""
 
 
+RunConfig: TypeAlias = PPOTrainerConfig | SFTTrainerConfig
+C = TypeVar("C", PPOTrainerConfig, SFTTrainerConfig)
+
+
 class RayGroups:
     """Makes the groups of a run. The roles of a pool share its actors, one for each rank."""
 
-    def __init__(self, config: PPOTrainerConfig, folder: str) -> None:
+    def __init__(self, config: RunConfig, folder: str) -> None:
         self.config = config
         self.folder = folder
         self._pools: dict[tuple[Slot, ...], RayResourcePool] = {}
@@ -70,7 +74,7 @@ class RayGroups:
             on_ray,
             create_colocated_worker_cls(recipes),
             ray_wait_register_center_timeout=trainer.ray_wait_register_center_timeout,
-            timeout_s=self.config.actor_rollout_ref.nccl_timeout,
+            timeout_s=_timeout_s(self.config),
             folder=self.folder,
             name="_".join(recipes),
         )
@@ -82,16 +86,16 @@ class RayGroups:
             pool.release()
 
 
-Settle: TypeAlias = Callable[[PPOTrainerConfig, int], None]
+Settle: TypeAlias = Callable[[C, int], None]
 """Fills in what depends on the GPUs of a node, here where the run is started."""
-BuildAndFit: TypeAlias = Callable[[PPOTrainerConfig, RayGroups], None]
+BuildAndFit: TypeAlias = Callable[[C, RayGroups], None]
 """Builds the trainer, whose groups are made by the second argument, and trains."""
 
 
 class TaskRunner:
     """The driver. It needs no GPU, and holds one CPU for the length of the run."""
 
-    def run(self, config: PPOTrainerConfig, build_and_fit: BuildAndFit, folder: str) -> None:
+    def run(self, config: C, build_and_fit: BuildAndFit[C], folder: str) -> None:
         # Ray forwards what is written here, line by line, to the user's terminal.
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         level = os.environ.get("VERL_LOGGING_LEVEL", "INFO").upper()
@@ -107,7 +111,7 @@ class TaskRunner:
         return "caldera"  # what Ray puts before each line
 
 
-def run_on_ray(config: PPOTrainerConfig, settle: Settle, build_and_fit: BuildAndFit) -> None:
+def run_on_ray(config: C, settle: Settle[C], build_and_fit: BuildAndFit[C]) -> None:
     """Train on a cluster; see `connect`.
 
     `build_and_fit` runs in an actor: it must be a function that can be imported there.
@@ -122,16 +126,24 @@ def run_on_ray(config: PPOTrainerConfig, settle: Settle, build_and_fit: BuildAnd
             ray_module().shutdown()
 
 
-def _pools(config: PPOTrainerConfig) -> list[RayResourcePool]:
+def _pools(config: RunConfig) -> list[RayResourcePool]:
     """What a run will reserve."""
-    trainer, reward_model = config.trainer, config.reward_model
+    trainer = config.trainer
     sizes = [[trainer.n_gpus_per_node or 1] * trainer.nnodes]
-    if reward_model.enable and reward_model.enable_resource_pool:
-        sizes.append([reward_model.n_gpus_per_node] * reward_model.nnodes)
+    if isinstance(config, PPOTrainerConfig):
+        reward_model = config.reward_model
+        if reward_model.enable and reward_model.enable_resource_pool:
+            sizes.append([reward_model.n_gpus_per_node] * reward_model.nnodes)
     return [_pool(config, size) for size in sizes]
 
 
-def _pool(config: PPOTrainerConfig, processes_on_nodes: list[int]) -> RayResourcePool:
+def _timeout_s(config: RunConfig) -> float:
+    if isinstance(config, PPOTrainerConfig):
+        return config.actor_rollout_ref.nccl_timeout
+    return config.trainer.nccl_timeout
+
+
+def _pool(config: RunConfig, processes_on_nodes: list[int]) -> RayResourcePool:
     on_gpus = config.trainer.device == "cuda"
     return RayResourcePool(processes_on_nodes, use_gpu=on_gpus, max_colocate_count=1)
 
@@ -152,9 +164,7 @@ def _wait_for_nodes(pool: RayResourcePool, wait_s: float) -> None:
         time.sleep(SECONDS_TO_LOOK)
 
 
-def _drive(
-    config: PPOTrainerConfig, build_and_fit: BuildAndFit, runtime_env: dict[str, Any]
-) -> None:
+def _drive(config: C, build_and_fit: BuildAndFit[C], runtime_env: dict[str, Any]) -> None:
     ray, errors = ray_module(), ray_module("ray.exceptions")
     driver = ray.remote(TaskRunner).options(num_cpus=DRIVER_CPUS, runtime_env=runtime_env).remote()
     try:
@@ -171,7 +181,7 @@ def _drive(
         _write_timeline(config.ray_kwargs.timeline_json_file)
 
 
-def connect(config: PPOTrainerConfig) -> bool:
+def connect(config: RunConfig) -> bool:
     """Connect to Ray, unless this process is: whether it is this call that did.
 
     The cluster is that of `ray_kwargs.ray_init.address` or of RAY_ADDRESS; else the one that this

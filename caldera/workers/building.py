@@ -92,14 +92,17 @@ def _save_descriptions(
 ) -> None:
     target = folder / "huggingface"
     hugging_face = base_module(module)
-    hugging_face.config.save_pretrained(target)
-    if hugging_face.can_generate():
-        hugging_face.generation_config.save_pretrained(target)
     tokenizer = hf_tokenizer(
         model.tokenizer_path or model.path or "",
         trust_remote_code=model.trust_remote_code,
         custom_chat_template=model.custom_chat_template,
     )
     tokenizer.save_pretrained(target)
+    if hugging_face.can_generate():
+        hugging_face.generation_config.save_pretrained(target)
+    elif getattr(hugging_face.config, "pad_token_id", None) is None:
+        # transformers' classifiers look for the last token that is no padding.
+        hugging_face.config.pad_token_id = tokenizer.pad_token_id
+    hugging_face.config.save_pretrained(target)
     if adapter:
         module.save_pretrained(folder / "lora_adapter", state_dict=adapter)  # type: ignore[operator]

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from caldera.config import PPOTrainerConfig, config_to_dict, known_keys, load_config
-from caldera.config.migrate import moved_to
+from caldera.config.loader import SCHEMAS
+from caldera.config.migrate import MOVED_SUPERVISED, moved_to
 from caldera.demo import run as demo
 
 REPOSITORY = Path(__file__).parents[2]
@@ -153,15 +154,20 @@ def metric_patterns() -> Iterator[str]:
     "page", [page for page in TEXTS if page.parent.name != "reference"], ids=name
 )
 def test_keys_exist(page: Path) -> None:
-    roots = {key.partition(".")[0] for key in known_keys()}
-    groups = {key[: dot.start()] for key in known_keys() for dot in re.finditer(r"\.", key)}
-    free = tuple(f"{key}." for key, is_free in known_keys().items() if is_free)
+    """In one command or another."""
+    keys = {key: free for schema in SCHEMAS.values() for key, free in known_keys(schema).items()}
+    keys |= dict.fromkeys(MOVED_SUPERVISED, False)
+    roots = {key.partition(".")[0] for key in keys}
+    groups = {key[: dot.start()] for key in keys for dot in re.finditer(r"\.", key)}
+    free = tuple(f"{key}." for key, is_free in keys.items() if is_free)
     for span in code_spans(page):
         match = re.fullmatch(r"([a-z_]+(?:\.[a-z_]+)+)(?:=.*)?", span)
         if not match or match[1].partition(".")[0] not in roots or span.endswith(".pt"):
             continue
-        key = match[1] if match[1] in known_keys() else moved_to(match[1]) or match[1]
-        assert key in known_keys() or key in groups or key.startswith(free), f"no key {key}"
+        key = match[1]
+        is_known = key in keys or key in groups or key.startswith(free)
+        moved = {moved_to(key), moved_to(key, MOVED_SUPERVISED)}
+        assert is_known or moved & keys.keys(), f"no key {key}"
 
 
 def test_the_reference_page_is_up_to_date() -> None:

@@ -18,13 +18,16 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedModel,
 )
 
 from caldera.cli import main
+from caldera.config import ModelConfig
 from caldera.engine.checkpoints import save_classic, save_distributed
 from caldera.models.forward import base_module
+from caldera.models.loading import build_reward_model
 from caldera.single_controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
 from caldera.trainer import merge as merging
 from caldera.trainer import merge_files
@@ -57,10 +60,14 @@ def unchanged_logging() -> Iterator[None]:
     own.setLevel(levels[1])
 
 
-def build(kind: str = "llama", critic: bool = False, lora: bool = False, **sizes: Any) -> Any:
+def build(
+    kind: str = "llama", critic: bool = False, lora: bool = False, judge: bool = False, **sizes: Any
+) -> Any:
     config = AutoConfig.for_model(kind, **{**SIZES, **sizes})
     factory = AutoModelForTokenClassification if critic else AutoModelForCausalLM
-    if critic:
+    if judge:
+        factory = AutoModelForSequenceClassification
+    if critic or judge:
         config.num_labels = 1
     torch.manual_seed(3)
     model = factory.from_config(config).eval()
@@ -68,10 +75,10 @@ def build(kind: str = "llama", critic: bool = False, lora: bool = False, **sizes
     if not lora:
         return model
     model.name_or_path = "models/base"
-    task = "TOKEN_CLS" if critic else "CAUSAL_LM"
+    task = "TOKEN_CLS" if critic else "SEQ_CLS" if judge else "CAUSAL_LM"
     adapter = peft.LoraConfig(
         task_type=task, r=3, target_modules="all-linear", init_lora_weights=False,
-        exclude_modules=["score"] if critic else None,
+        exclude_modules=["score"] if critic or judge else None,
     )  # fmt: skip
     return peft.get_peft_model(model, adapter).eval()
 
@@ -182,6 +189,22 @@ def test_a_critic(tmp_path: Path) -> None:
         assert torch.equal(logits(loaded), logits(model))
         config = json.loads((out / "config.json").read_text())
         assert config["architectures"] == ["LlamaForTokenClassification"]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_reward_model(tmp_path: Path, lora: bool) -> None:
+    """It is loaded as one, by transformers and for PPO."""
+    module = build(judge=True, lora=lora, pad_token_id=0)
+    source = checkpoint(module, tmp_path / "actor")
+    out = tmp_path / "out"
+    assert run("--local-dir", source, "--target-dir", out, "--adapter", "merge") == 0
+    loaded: Any = AutoModelForSequenceClassification.from_pretrained(out)
+    assert logits(loaded).shape == (len(TOKENS), 1)
+    torch.testing.assert_close(logits(loaded), logits(module), rtol=0, atol=1e-4 if lora else 0.0)
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+    built = build_reward_model(ModelConfig(path=str(out)), torch.float32, "reward_model.model")
+    assert torch.equal(built.module.score.weight, loaded.score.weight)
 
 
 @pytest.mark.parametrize("critic", [False, True])

@@ -19,17 +19,25 @@ from caldera.single_controller import WorkerGroup
 
 
 def deal(
-    lengths: list[int], ranks: int, balance: bool, mini_batch_size: int | None = None
+    lengths: list[int],
+    ranks: int,
+    balance: bool,
+    mini_batch_size: int | None = None,
+    rows_together: int = 1,
 ) -> list[list[int]]:
-    """The rows of each rank, in the order in which it takes them; lengths are in tokens."""
+    """The rows of each rank, in the order in which it takes them; lengths are in tokens.
+
+    Each `rows_together` consecutive rows go to the same rank, side by side.
+    """
     size = mini_batch_size or len(lengths)
     parts: list[list[int]] = [[] for _ in range(ranks)]
     for start in range(0, len(lengths), size):
         block = lengths[start : start + size]
         if balance:
-            shares = balance_partitions(block, ranks)
+            shares = balance_partitions(block, ranks, rows_together)
         else:
             share = len(block) // ranks
+            assert share % rows_together == 0, "whoever fills the ranks fills them with groups"
             shares = [list(range(r * share, (r + 1) * share)) for r in range(ranks)]
         for part, rows in zip(parts, shares, strict=True):
             part += [start + row for row in rows]
@@ -43,11 +51,19 @@ class DealtGroup:
     there are. Rows that do not fill the ranks are made up by repeating the first ones.
     """
 
-    def __init__(self, group: WorkerGroup, balance: bool, mini_batch_sizes: dict[str, int]) -> None:
-        """`mini_batch_sizes`: samples of an optimiser step, by the method that makes them."""
+    def __init__(
+        self,
+        group: WorkerGroup,
+        balance: bool,
+        mini_batch_sizes: dict[str, int],
+        rows_together: int = 1,
+    ) -> None:
+        """`mini_batch_sizes`: samples of an optimiser step, by the method that makes them.
+        `rows_together`: consecutive rows that no two ranks may have."""
         self._group = group
         self._balance = balance
         self._mini_batch_sizes = mini_batch_sizes
+        self._rows_together = rows_together
         self.world_size = group.world_size
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -62,15 +78,16 @@ class DealtGroup:
             return {}
         lengths = _lengths(batch)
         ranks = self._group.parts(next(iter(self._mini_batch_sizes), ""))
-        return log_seqlen_unbalance(lengths, deal(lengths, ranks, self._balance))
+        parts = deal(lengths, ranks, self._balance, rows_together=self._rows_together)
+        return log_seqlen_unbalance(lengths, parts)
 
     def _call(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
         if not args or not isinstance(args[0], DataProto):
             return method(*args)
         ranks = self._group.parts(name)  # that have rows of their own
-        filled, extra = pad_dataproto_to_divisor(args[0], ranks)
+        filled, extra = pad_dataproto_to_divisor(args[0], ranks * self._rows_together)
         size = self._mini_batch_sizes.get(name)
-        parts = deal(_lengths(filled), ranks, self._balance, size)
+        parts = deal(_lengths(filled), ranks, self._balance, size, self._rows_together)
         filled = self._group.needed_by(name, filled)
         order = torch.tensor([row for part in parts for row in part])
         answer = method(filled.select_idxs(order), *args[1:])

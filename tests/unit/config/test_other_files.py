@@ -79,18 +79,33 @@ SFT = {
     "trainer.resume_mode": "auto",
     "trainer.checkpoint.save_contents": ["model", "optimizer", "extra"],
 }
+SFT_ENGINE = {
+    "data.train_batch_size": 256,
+    "data.micro_batch_size_per_gpu": 4,
+    "data.max_token_len_per_gpu": 8192,
+    "data.use_dynamic_bsz": True,
+    "data.multiturn.messages_key": "messages",
+    "data.multiturn.tools_key": "tools",
+    "data.multiturn.enable_thinking_key": "enable_thinking",
+    "data.pad_mode": "no_padding",
+    "data.max_length": 1024,
+    "data.truncation": "error",
+    "data.ignore_input_ids_mismatch": False,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "generation": GENERATION,
     "evaluation": EVALUATION,
     "sft_trainer": SFT,
+    "sft_trainer_engine": SFT_ENGINE,
 }
 """verl's, by file."""
 DIFFERENT: dict[str, dict[str, Any]] = {
     "generation": {"rollout.name": None, "trainer.n_gpus_per_node": None},
     "evaluation": {},
+    "sft_trainer_engine": {"data.multiturn.enable": True},
     "sft_trainer": {"trainer.logger": ["console", "file"], "trainer.n_gpus_per_node": None},
 }
-"""Where verl has vllm, wandb and 8 devices."""
+"""Where verl has vllm, wandb and 8 devices, or nothing but conversations."""
 
 
 def at(tree: Any, key: str) -> Any:

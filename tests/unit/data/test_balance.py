@@ -148,3 +148,52 @@ def test_micro_batches_by_count() -> None:
     assert micro_batches_by_count(0, 2) == []
     with pytest.raises(ConfigError, match="got a size of 0"):
         micro_batches_by_count(3, 0)
+
+
+@settings(deadline=None)
+@given(
+    groups=st.lists(st.integers(1, 5_000), min_size=2, max_size=12),
+    together=st.integers(2, 3),
+    data=st.data(),
+)
+def test_groups_stay_together(groups: list[int], together: int, data: st.DataObject) -> None:
+    lengths = [n + i for n in groups for i in range(together)]
+    most = max(sum(lengths[g * together : (g + 1) * together]) for g in range(len(groups)))
+    min_count = data.draw(st.integers(1, len(groups)))
+    by_tokens = micro_batches_by_tokens(lengths, most + 7, min_count, together)
+    assert len(by_tokens) >= min_count
+    assert max(sums(lengths, by_tokens)) <= most + 7
+    by_count = micro_batches_by_count(len(lengths), 2 * together, together)
+    dealt = balance_partitions(lengths, data.draw(divisors_of(len(groups))), together)
+    assert len({len(part) for part in dealt}) == 1
+    for parts in (by_tokens, by_count, dealt):
+        assert sorted(itertools.chain(*parts)) == list(range(len(lengths)))
+        for part in parts:
+            firsts = part[::together]
+            assert all(first % together == 0 for first in firsts)
+            assert part == [first + i for first in firsts for i in range(together)]
+
+
+def divisors_of(n: int) -> st.SearchStrategy[int]:
+    return st.sampled_from([k for k in range(1, n + 1) if n % k == 0])
+
+
+def test_the_work_of_a_group_is_that_of_its_members() -> None:
+    # Together 100 and 90 tokens; attention makes the second group the heavier one.
+    lengths = [50_000, 50_000, 90_000, 0]
+    parts = micro_batches_by_tokens([*lengths, 10, 10], 100_000, min_count=3, together=2)
+    assert parts[1] == [2, 3]
+
+
+def test_a_group_beyond_the_budget() -> None:
+    expected = "a group of 2 sequences of 14 tokens does not fit the budget of 10"
+    with pytest.raises(ConfigError, match=expected):
+        micro_batches_by_tokens([1, 2, 8, 6], 10, together=2)
+
+
+def test_what_is_no_groups() -> None:
+    with pytest.raises(ProtocolError, match="3 sequences are not groups of 2"):
+        micro_batches_by_tokens([1, 2, 3], 10, together=2)
+    for n, size in ((3, 2), (4, 3)):
+        with pytest.raises(ProtocolError, match=f"{n} sequences, {size} at a time, are not groups"):
+            micro_batches_by_count(n, size, together=2)

@@ -21,7 +21,13 @@ from transformers import (
 from caldera.config import ModelConfig
 from caldera.errors import ConfigError
 from caldera.models.forward import base_module
-from caldera.models.loading import Built, build_policy, build_reward_model, build_value_model
+from caldera.models.loading import (
+    Built,
+    build_policy,
+    build_reward_model,
+    build_sequence_classifier,
+    build_value_model,
+)
 
 KEY = "actor_rollout_ref.model"
 SIZES: dict[str, Any] = {
@@ -97,6 +103,11 @@ def reward_model(path: Path | str) -> Build:
     return lambda dtype, empty: build_reward_model(config, dtype, "reward_model.model", empty)
 
 
+def judge_to_be(path: Path | str, **keys: Any) -> Build:
+    config = ModelConfig(path=str(path), **keys)
+    return lambda dtype, empty: build_sequence_classifier(config, dtype, 7, "model", empty)
+
+
 def assert_same(build: Build, dtype: torch.dtype = torch.float32) -> Built:
     """Shape, tying, buffers and values of the empty model are those of the whole one."""
     before = torch.get_rng_state()
@@ -167,11 +178,23 @@ def test_reward_models(folder: Folder, direct: Callable[[], bool], kind: str, fi
     assert direct()
 
 
+@pytest.mark.parametrize("files", ["one", "several"])
+@pytest.mark.parametrize("lora_rank", [0, 2])
+@pytest.mark.parametrize("kind", TYPES)
+def test_reward_models_to_be(
+    folder: Folder, direct: Callable[[], bool], kind: str, lora_rank: int, files: str
+) -> None:
+    assert_same(judge_to_be(folder(kind, files=files), lora_rank=lora_rank))
+    assert direct()
+
+
 def test_bfloat16(folder: Folder, direct: Callable[[], bool]) -> None:
     half = torch.bfloat16
     assert_same(policy(folder("gemma3_text tied"), lora_rank=2), half)
     assert_same(critic(folder("qwen2"), lora_rank=2), half)
     judge = assert_same(reward_model(folder("llama", AutoModelForSequenceClassification)), half)
+    assert judge.source.tensor("score.weight").dtype == torch.float32
+    judge = assert_same(judge_to_be(folder("llama")), half)
     assert judge.source.tensor("score.weight").dtype == torch.float32
     assert direct()
 

@@ -26,6 +26,7 @@ from caldera.models.forward import (
     value_scores,
 )
 from caldera.models.loading import (
+    build_sequence_classifier,
     build_value_model,
     enable_checkpointing,
     exported_weights,
@@ -118,6 +119,35 @@ def test_a_value_head_is_a_function_of_its_seed(model_folder: Folder) -> None:
     assert torch.equal(heads[0].weight, heads[1].weight)
     assert not torch.equal(heads[0].weight, heads[2].weight)
     assert heads[0].weight.std() < 1
+
+
+def test_a_scoring_head_is_fresh_unless_the_folder_has_one(
+    model_folder: Folder, tmp_path: Path
+) -> None:
+    def head(path: str, seed: int) -> Tensor:
+        config = ModelConfig(path=path)
+        built = build_sequence_classifier(config, torch.float32, seed, "model").module
+        assert built.config.num_labels == 1
+        return built.score.weight
+
+    heads = [head(model_folder(), seed) for seed in (3, 3, 4)]
+    assert heads[0].shape == (1, 32)
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+    trained = build_sequence_classifier(
+        ModelConfig(path=model_folder()), torch.float32, 5, "model"
+    ).module
+    save_pretrained(trained, tmp_path)
+    assert torch.equal(head(str(tmp_path), 6), trained.score.weight)
+
+
+def test_a_reward_models_adapter_comes_with_a_whole_head(model_folder: Folder) -> None:
+    config = ModelConfig(path=model_folder(), lora_rank=2)
+    module = build_sequence_classifier(config, torch.float32, 1, "model").module
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    assert [name for name in trained if ".lora_" not in name] == [
+        "base_model.model.score.modules_to_save.default.weight"
+    ]
 
 
 def test_values_are_the_heads_scores(model_folder: Folder) -> None:

@@ -117,3 +117,17 @@ def test_the_balance_is_measured_where_there_is_one() -> None:
     assert DealtGroup(Ranks(1), True, {}).metrics(batch) == {}
     metrics = DealtGroup(Ranks(2), True, {}).metrics(batch)
     assert (metrics["global_seqlen/minmax_diff"], metrics["global_seqlen/balanced_max"]) == (18, 11)
+
+
+@pytest.mark.parametrize("pairs", [1, 3, 4, 7])
+@pytest.mark.parametrize("balance", [False, True])
+def test_pairs_stay_together(pairs: int, balance: bool) -> None:
+    batch = batch_of([(5 * i) % 11 + 1 for i in range(2 * pairs)])
+    group = DealtGroup(Ranks(2), balance, {}, rows_together=2)
+    assert tensors_of(group.double(batch))["doubled"].tolist() == list(range(0, 4 * pairs, 2))
+    seen = group.update(batch).meta_info["metrics"]["rows"]  # of each rank
+    assert len(seen[0]) == len(seen[1])
+    for rows in seen:
+        assert all(first % 2 == 0 for first in rows[::2])
+        assert rows[1::2] == [first + 1 for first in rows[::2]]
+    assert {row for rows in seen for row in rows} == set(range(2 * pairs))

@@ -1,0 +1,130 @@
+"""The configuration of reward models and of direct preference optimisation.
+
+Both extend that of supervised training: a sample is a pair of answers to the same prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from caldera.config.fields import nested, option, refused
+from caldera.config.sft import (
+    MultiTurnDataConfig,
+    SFTDataConfig,
+    SFTOptimizerConfig,
+    SFTRunConfig,
+    SFTTrainerConfig,
+)
+from caldera.errors import ConfigError
+
+DPO_LOSSES = ("sigmoid", "ipo", "hinge")
+PAIRS = (
+    "a sample is a pair: data.prompt_key, data.chosen_key and data.rejected_key name its columns"
+)
+
+
+@dataclass
+class PairedMultiTurnConfig(MultiTurnDataConfig):
+    enable: bool = refused(False, PAIRS)
+    messages_key: str = refused("messages", PAIRS)
+    tools_key: str = refused("tools", PAIRS)
+    enable_thinking_key: str = refused("enable_thinking", PAIRS)
+
+
+@dataclass
+class PreferenceDataConfig(SFTDataConfig):
+    prompt_key: str = "prompt"
+    """Column with the prompt: text, or messages."""
+    chosen_key: str = "chosen"
+    """Column with the preferred answer: text, or a message, perhaps after those of the prompt."""
+    rejected_key: str = "rejected"
+    """Column with the other answer."""
+    prompt_dict_keys: list[str] | None = refused(None, PAIRS)
+    response_key: str = refused("answer", PAIRS)
+    response_dict_keys: list[str] | None = refused(None, PAIRS)
+    multiturn: PairedMultiTurnConfig = nested(PairedMultiTurnConfig)
+    ignore_input_ids_mismatch: bool = refused(False, PAIRS)
+    margin_key: str | None = None
+    """Column with how far apart the two scores ought to be at least; null: any distance will do."""
+
+
+@dataclass
+class RewardModelRunConfig(SFTRunConfig):
+    project_name: str = "reward-model"
+    """Project under which loggers file the run."""
+
+
+@dataclass
+class RewardModelTrainerConfig(SFTTrainerConfig):
+    """`caldera rm`."""
+
+    data: PreferenceDataConfig = nested(PreferenceDataConfig)
+    trainer: RewardModelRunConfig = nested(RewardModelRunConfig)
+
+
+@dataclass
+class DPODataConfig(PreferenceDataConfig):
+    margin_key: str | None = refused(None, "margins are between the scores of a reward model")
+
+
+@dataclass
+class DPOConfig:
+    beta: float = option(0.1, minimum=0)
+    """How much a log-probability counts as reward: the larger, the closer to the reference."""
+    loss_type: str = option("sigmoid", choices=DPO_LOSSES)
+    """Loss of a pair: Bradley-Terry of the rewards, identity preference optimisation, hinge."""
+    label_smoothing: float = option(0.0, minimum=0, maximum=0.5, unit="share of pairs")
+    """With `sigmoid`: the share of pairs whose preference is taken to be the wrong way round."""
+    reference_free: bool = False
+    """Take a reference that finds all answers equally likely, instead of the model at the start."""
+
+
+@dataclass
+class DPOOptimizerConfig(SFTOptimizerConfig):
+    lr: float = option(1e-6, minimum=0)
+    """Peak learning rate."""
+
+
+@dataclass
+class DPORunConfig(SFTRunConfig):
+    project_name: str = "dpo"
+    """Project under which loggers file the run."""
+
+
+@dataclass
+class DPOTrainerConfig(SFTTrainerConfig):
+    """`caldera dpo`."""
+
+    data: DPODataConfig = nested(DPODataConfig)
+    dpo: DPOConfig = nested(DPOConfig)
+    optim: DPOOptimizerConfig = nested(DPOOptimizerConfig)
+    trainer: DPORunConfig = nested(DPORunConfig)
+
+
+def check_preference(config: SFTTrainerConfig) -> None:
+    """Raise unless the keys fit each other; those of other supervised runs are no matter here."""
+    if isinstance(config.data, PreferenceDataConfig):
+        _check_tokens(config)
+    if isinstance(config, DPOTrainerConfig):
+        _check_dpo(config.dpo)
+
+
+def _check_tokens(config: SFTTrainerConfig) -> None:
+    data, sharers = config.data, config.ulysses_sequence_parallel_size
+    if data.use_dynamic_bsz and data.max_token_len_per_gpu * sharers < 2 * data.max_length:
+        shared = f" x {sharers} ranks" if sharers > 1 else ""
+        raise ConfigError(
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}{shared} tokens cannot hold "
+            f"the answers of a pair, up to data.max_length={data.max_length} tokens each; takes "
+            f"at least {-(-2 * data.max_length // sharers)}"
+        )
+
+
+def _check_dpo(dpo: DPOConfig) -> None:
+    if dpo.beta == 0:
+        raise ConfigError("dpo.beta=0.0: must be more than 0, else no answer has a reward")
+    if dpo.label_smoothing and dpo.loss_type != "sigmoid":
+        raise ConfigError(
+            f"dpo.label_smoothing={dpo.label_smoothing}: dpo.loss_type={dpo.loss_type!r} takes 0; "
+            "sigmoid can"
+        )

@@ -1,0 +1,154 @@
+"""Pairs of answers to the same prompt, of which one was preferred."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Dataset
+
+from caldera.data.chat import (
+    Message,
+    chat_messages,
+    require_chat_template,
+    tokenize_chat,
+    tokenize_text,
+)
+from caldera.data.files import Row, RowTable, read_rows
+from caldera.data.padding import truncate
+from caldera.data.sft_dataset import TEMPLATE_KEY, files_key
+from caldera.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from caldera.config.preference import PreferenceDataConfig
+
+Tokens = tuple[list[int], list[int]]
+"""Token ids, and a mask that is 1 at each token whose next one belongs to the answer."""
+
+
+class PreferenceDataset(Dataset[Row]):
+    """Rows of data files, each with the tokens of a prompt and of two answers to it.
+
+    An item has `chosen` and `rejected`, which are `Tokens`, and where `data.margin_key` is
+    given `margin`, a number.
+
+    The tokens are those that a policy would have sampled: the prompt's chat template up to where
+    the assistant begins, the answer's text, and the tokenizer's end token.
+    """
+
+    def __init__(
+        self,
+        parquet_files: str | Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        config: PreferenceDataConfig,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.config = config
+        require_chat_template(tokenizer, config.apply_chat_template_kwargs, TEMPLATE_KEY)
+        if tokenizer.eos_token_id is None:
+            raise DataError(f"the tokenizer {tokenizer.name_or_path!r} has no end token")
+        required = {
+            config.prompt_key: "data.prompt_key",
+            config.chosen_key: "data.chosen_key",
+            config.rejected_key: "data.rejected_key",
+        }
+        if config.margin_key is not None:
+            required[config.margin_key] = "data.margin_key"
+        self._table: RowTable = read_rows(
+            parquet_files, key=files_key(parquet_files, config), required=required
+        )
+        for row in range(len(self._table.rows)):  # a mistake is told before the first step
+            self._pair(row)
+
+    def __len__(self) -> int:
+        return len(self._table.rows)
+
+    def __getitem__(self, item: int) -> Row:
+        prompt, answers, margin = self._pair(item)
+        where = self._table.where(item)
+        try:
+            asked = tokenize_chat(self.tokenizer, prompt, self.config.apply_chat_template_kwargs)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        end = self.tokenizer.eos_token_id
+        said = {n: [*tokenize_text(self.tokenizer, text), end] for n, text in answers.items()}
+        fields: Row = dict(self._fitted(asked, said, where))
+        return fields if margin is None else {**fields, "margin": margin}
+
+    def _pair(self, item: int) -> tuple[list[Message], dict[str, str], float | None]:
+        """The messages of the prompt, the texts of the answers, and the margin if there are any."""
+        config = self.config
+        prompt = _prompt(*self._value(item, config.prompt_key, "data.prompt_key"))
+        chosen = self._value(item, config.chosen_key, "data.chosen_key")
+        rejected = self._value(item, config.rejected_key, "data.rejected_key")
+        answers = {"chosen": _answer(*chosen, prompt), "rejected": _answer(*rejected, prompt)}
+        if config.margin_key is None:
+            return prompt, answers, None
+        return prompt, answers, _margin(*self._value(item, config.margin_key, "data.margin_key"))
+
+    def _value(self, item: int, column: str, key: str) -> tuple[Any, str]:
+        """A value of the row, and what errors call it."""
+        what = f"{self._table.where(item)}: the value of {column!r} ({key})"
+        return self._table.rows[item][column], what
+
+    def _fitted(
+        self, prompt: list[int], answers: dict[str, list[int]], where: str
+    ) -> dict[str, Tokens]:
+        """Prompt and answers within `max_length` tokens.
+
+        Cut on the left, the prompt is cut alike for both, so that they answer the same one.
+        """
+        most, mode = self.config.max_length, self.config.truncation
+        longest = max(len(answer) for answer in answers.values())
+        if len(prompt) + longest > most and mode == "error":
+            raise DataError(
+                f"{where}: the prompt and its longer answer have {len(prompt) + longest} tokens, "
+                f"more than data.max_length={most}; raise that, or cut them with "
+                "data.truncation=left or right"
+            )
+        if mode == "left":
+            prompt = truncate(prompt, max(1, most - longest), mode)
+        fitted = {}
+        for name, answer in answers.items():
+            ids = truncate([*prompt, *answer], most, mode)
+            of_answer = truncate([0] * len(prompt) + [1] * len(answer), most, mode)
+            mask = [*of_answer[1:], 0]
+            if not any(mask):
+                raise DataError(
+                    f"{where}: the prompt alone has {len(prompt)} tokens, so that nothing is left "
+                    f"of the answers within data.max_length={most}; raise that, or keep the "
+                    "answers with data.truncation=left"
+                )
+            fitted[name] = (ids, mask)
+        return fitted
+
+
+def _prompt(value: object, what: str) -> list[Message]:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return chat_messages(value, what)
+
+
+def _answer(value: object, what: str, prompt: list[Message]) -> str:
+    """The text of an answer that is given as such, or as a message after those of the prompt."""
+    if isinstance(value, str):
+        return value
+    messages = chat_messages(value, what)
+    if messages[: len(prompt)] == prompt:
+        messages = messages[len(prompt) :]
+    roles = [message["role"] for message in messages]
+    text = messages[0].get("content") if roles == ["assistant"] else None
+    if not isinstance(text, str):
+        raise DataError(
+            f"{what} must be the text of an answer or one message of the assistant, with or "
+            f"without the prompt's messages before it; got messages of {', '.join(roles) or 'none'}"
+        )
+    return text
+
+
+def _margin(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(f"{what} must be a number; got {value!r}")
+    return float(value)

@@ -1,0 +1,158 @@
+"""Prompts with their answers, for supervised fine-tuning: rows to tokens, and tokens to batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from caldera.data.chat import render_chat, require_chat_template, tokenize_text
+from caldera.data.collate import Batch
+from caldera.data.conversation import TokenRow
+from caldera.data.files import Row, RowTable, read_rows
+from caldera.data.padding import compute_position_ids, right_pad, truncate
+from caldera.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from caldera.config import SFTDataConfig
+
+TEMPLATE_KEY = "data.chat_template"
+
+
+class SFTDataset(Dataset[Row]):
+    """One row a sample: a user's message in the chat template, and the answer that is trained.
+
+    - `input_ids`, `attention_mask`, `position_ids` (L,)
+    - `loss_mask` (L,): 1 where the next token is trained, so the last one is 0
+
+    With `data.pad_mode=right` they are padded to `data.max_length`.
+    """
+
+    def __init__(
+        self,
+        parquet_files: str | Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        config: SFTDataConfig,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.config = config
+        require_chat_template(tokenizer, config.apply_chat_template_kwargs, TEMPLATE_KEY)
+        self._columns = {
+            "data.prompt_key": (config.prompt_key, config.prompt_dict_keys),
+            "data.response_key": (config.response_key, config.response_dict_keys),
+        }
+        self._table: RowTable = read_rows(
+            parquet_files,
+            key=files_key(parquet_files, config),
+            required={column: key for key, (column, _) in self._columns.items()},
+        )
+        for row in range(len(self._table.rows)):  # a mistake is told before the first step
+            self._texts(row)
+
+    def __len__(self) -> int:
+        return len(self._table.rows)
+
+    def __getitem__(self, item: int) -> Row:
+        prompt, response = self._texts(item)
+        messages = [{"role": "user", "content": prompt}]
+        where = self._table.where(item)
+        try:
+            text = render_chat(self.tokenizer, messages, self.config.apply_chat_template_kwargs)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        asked = tokenize_text(self.tokenizer, text)
+        said = tokenize_text(self.tokenizer, f"{response}{self.tokenizer.eos_token}")
+        row = TokenRow(asked + said, [False] * len(asked) + [True] * len(said))
+        return row_fields(row, self.config, self.tokenizer, where)
+
+    def _texts(self, row: int) -> list[str]:
+        """The prompt and the answer."""
+        return [self._text(row, key, *place) for key, place in self._columns.items()]
+
+    def _text(self, row: int, key: str, column: str, path: list[str] | None) -> str:
+        value = self._table.rows[row][column]
+        what = f"{self._table.where(row)}: the value of {column!r} ({key})"
+        path_key = key.replace("_key", "_dict_keys")
+        for name in path or ():
+            if not isinstance(value, dict) or name not in value:
+                there = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+                raise DataError(f"{what} has no {name!r} ({path_key}={path}); it holds: {there}")
+            value = value[name]
+        if not isinstance(value, str):
+            hint = ""
+            if isinstance(value, dict):
+                hint = f"; {path_key}=[...] names one of {', '.join(value)}"
+            elif isinstance(value, list):
+                hint = "; rows of whole conversations need data.multiturn.enable=True"
+            raise DataError(f"{what} must be text, not a {type(value).__name__}{hint}")
+        return value
+
+
+def row_fields(
+    row: TokenRow, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, where: str
+) -> Row:
+    """The tensors of a sample, of at most `data.max_length` tokens."""
+    length, most = len(row.ids), config.max_length
+    if length > most and config.truncation == "error":
+        raise DataError(
+            f"{where}: the sample has {length} tokens, more than data.max_length={most}; raise "
+            "that, or cut such samples with data.truncation=left or right"
+        )
+    ids = truncate(row.ids, most, config.truncation)
+    mask = truncate(row.loss_mask(), most, config.truncation)
+    width = most if config.pad_mode == "right" else len(ids)
+    pad_id = tokenizer.pad_token_id
+    assert isinstance(pad_id, int)
+    attention_mask = right_pad([[1] * len(ids)], width, 0)[0]  # (L,)
+    return {
+        "input_ids": right_pad([ids], width, pad_id)[0],
+        "attention_mask": attention_mask,
+        "position_ids": compute_position_ids(attention_mask),
+        "loss_mask": right_pad([mask], width, 0)[0],
+    }
+
+
+def token_batch(rows: Sequence[Row], pad_id: int) -> Batch:
+    """Samples as engines take them; see `engine_rows`."""
+    return engine_rows([_tokens_and_mask(row) for row in rows], pad_id)
+
+
+def _tokens_and_mask(row: Row) -> tuple[list[int], list[int]]:
+    """Without padding, wherever that is."""
+    names = ("input_ids", "attention_mask", "loss_mask")
+    missing = [name for name in names if not isinstance(row.get(name), Tensor)]
+    if missing:
+        raise DataError(
+            f"a row of the data set has no tensor {', '.join(missing)} (data.custom_cls); it has "
+            f"{', '.join(row)}"
+        )
+    kept = row["attention_mask"].bool()
+    return row["input_ids"][kept].tolist(), row["loss_mask"][kept].tolist()
+
+
+def engine_rows(samples: Sequence[tuple[Sequence[int], Sequence[int]]], pad_id: int) -> Batch:
+    """Tokens with verl's loss masks as rows of a batch.
+
+    The first token of a sample is its prompt and all others are its response, of which those are
+    seen by the loss whose predecessor has a 1 in the mask.
+    """
+    width = max(2, *(len(ids) for ids, _ in samples))
+    input_ids = right_pad([ids for ids, _ in samples], width, pad_id)  # (B, 1 + R)
+    attention_mask = right_pad([[1] * len(ids) for ids, _ in samples], width, 0)
+    loss_mask = right_pad([mask for _, mask in samples], width, 0)
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "responses": input_ids[:, 1:].contiguous(),
+        "response_mask": loss_mask[:, :-1] * attention_mask[:, 1:],
+    }
+
+
+def files_key(files: str | Sequence[str], config: Any) -> str:
+    """The config key that named these files, for errors."""
+    given = [files] if isinstance(files, str) else list(files)
+    return "data.val_files" if given == config.val_files else "data.train_files"

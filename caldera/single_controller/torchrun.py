@@ -1,0 +1,308 @@
+"""TorchrunWorkerGroup: the ranks are processes that torchrun has started.
+
+Rank 0 runs the controller, and its own worker in a thread beside it; the others serve its calls, in
+`serve`, until it shuts them down. Calls and answers travel over gloo. When a rank fails, rank 0
+raises what happened; with its end torchrun ends the others.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from caldera.errors import WorkerError
+from caldera.single_controller.failure import (
+    RankFailure,
+    WaitingRank,
+    exception_failure,
+    patience,
+    silence_failure,
+    worker_error,
+)
+from caldera.single_controller.worker import Worker, call_method
+from caldera.single_controller.worker_group import ClassWithInitArgs, Pending, WorkerGroup
+
+START, STOP = "__init__", "__stop__"
+SETTINGS = "caldera/settings"
+FOREVER = timedelta(days=365)
+"""Ranks wait as long as rank 0 has nothing for them; its end ends the waiting."""
+GRACE_S, LONG_GRACE_S = 0.5, 5.0
+"""How long to look for other failures once there is one; longer if all seem to be consequences."""
+
+TELLING_S = 5.0
+"""How long rank 0 lives after torchrun has told it to end, as it does when another rank has died:
+until then it has told of that."""
+
+
+def launched_ranks() -> int:
+    """How many processes torchrun has started for this run; 1 where it was not used."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 1
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched_nodes() -> tuple[int, int]:
+    """Of a run of torchrun: the nodes, and the processes of each."""
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    return launched_ranks() // local, local
+
+
+def is_controller() -> bool:
+    """Whether this process is the one that controls the run."""
+    return launched_ranks() == 1 or os.environ["RANK"] == "0"
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What rank 0 tells the others before they meet."""
+
+    device: str
+    timeout_s: float
+
+
+@dataclass(eq=False)
+class _Answer(Pending):
+    """An answer that a rank owes."""
+
+    group: TorchrunWorkerGroup
+    rank: int
+    method: str
+    is_done: bool = False
+    value: Any = None
+
+    def result(self) -> Any:
+        return self.group._resolve([self])[0]
+
+
+class TorchrunWorkerGroup(WorkerGroup):
+    """To be made on rank 0, once in a process."""
+
+    def __init__(
+        self,
+        make_worker: ClassWithInitArgs,
+        name: str = "",
+        *,
+        device: str = "cpu",
+        timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__(make_worker.cls, launched_ranks(), name)
+        self.timeout_s = timeout_s
+        self._ended: str | None = None
+        signal.signal(signal.SIGTERM, _end_soon)
+        self._control = _meet(_Settings(device, timeout_s))
+        self._outcomes: queue.SimpleQueue[tuple[int, bool, Any]] = queue.SimpleQueue()
+        self._outstanding: list[deque[_Answer]] = [deque() for _ in range(self.world_size)]
+        self._own_calls: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+        for rank in range(1, self.world_size):
+            threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
+        self._resolve([self._send(rank, START, make_worker) for rank in range(self.world_size)])
+
+    def is_alive(self, rank: int) -> bool:
+        return self._ended is None
+
+    def shutdown(self) -> None:
+        if self._ended is not None:
+            return
+        self._ended = "has been shut down"
+        if any(self._outstanding):  # interrupted in a call: torchrun ends the others
+            return
+        for rank in range(1, self.world_size):
+            _send(self._control, rank, (STOP, None))
+        self._own_calls.put((STOP, None))
+        dist.barrier(self._control)
+        dist.destroy_process_group()
+
+    # ---- calls
+
+    def _submit(
+        self, rank: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> _Answer:
+        return self._send(rank, method_name, (tuple(args), dict(kwargs)))
+
+    def _send(self, rank: int, method: str, payload: Any) -> _Answer:
+        self._check_usable()
+        answer = _Answer(self, rank, method)
+        self._outstanding[rank].append(answer)
+        if rank == 0:
+            self._own_calls.put((method, payload))
+        else:
+            try:
+                _send(self._control, rank, (method, payload))
+            except RuntimeError:  # it is gone
+                self._fail({rank: _death_of(rank, method)})
+        return answer
+
+    def _resolve(self, pending: list[_Answer]) -> list[Any]:
+        while not all(answer.is_done for answer in pending):
+            self._check_usable()
+            limit = patience(self.timeout_s, any(answer.is_done for answer in pending))
+            failures: dict[int, RankFailure] = {}
+            if not self._take_answer(limit, failures):
+                self._fail({}, limit)
+            if failures:
+                self._fail(failures)
+        return [answer.value for answer in pending]
+
+    def _take_answer(self, timeout_s: float, failures: dict[int, RankFailure]) -> bool:
+        """Wait for any rank, and note its answer or failure; whether there was one."""
+        try:
+            rank, is_value, value = self._outcomes.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        if not is_value:
+            failures[rank] = value
+            return True
+        answer = self._outstanding[rank].popleft()
+        answer.value, answer.is_done = value, True
+        return True
+
+    # ---- threads of rank 0
+
+    def _work(self) -> None:
+        """The worker of rank 0, which the controller's thread does not wait for."""
+        workers: list[Worker] = []
+        while True:
+            method, payload = self._own_calls.get()
+            if method == STOP:
+                return
+            is_value, value = _perform(0, workers, method, payload)
+            self._outcomes.put((0, is_value, value))
+
+    def _listen(self, rank: int) -> None:
+        """The answers of another rank."""
+        while True:
+            try:
+                is_value, value = _receive(self._control, rank)
+            except RuntimeError:  # its process is gone, or this one is shutting down
+                owed = self._outstanding[rank]
+                self._outcomes.put((rank, False, _death_of(rank, owed[0].method if owed else "")))
+                return
+            self._outcomes.put((rank, is_value, value))
+            if value == STOP:
+                return
+
+    # ---- failures
+
+    def _check_usable(self) -> None:
+        if self._ended is not None:
+            raise WorkerError(f"worker group {self.name} {self._ended}")
+
+    def _fail(self, failures: dict[int, RankFailure], silent_s: float = 0.0) -> NoReturn:
+        """Raise what happened; no failure means silence."""
+        start = time.monotonic()
+        while failures and len(failures) < self.world_size:
+            is_cause_known = not all(failure.in_collective for failure in failures.values())
+            rest = start + (GRACE_S if is_cause_known else LONG_GRACE_S) - time.monotonic()
+            if rest <= 0 or not self._take_answer(rest, failures):
+                break
+        waiting = [
+            WaitingRank(rank, owed[0].method, ())
+            for rank, owed in enumerate(self._outstanding)
+            if owed and rank not in failures
+        ]
+        found = list(failures.values()) or [silence_failure(waiting, silent_s)]
+        self._ended = "was ended after a failure"
+        raise worker_error(self.name, self.world_size, found, waiting)
+
+
+def serve() -> None:
+    """Answer the calls of rank 0, in any other rank, until that one ends."""
+    control = _meet(None)
+    rank = dist.get_rank()
+    workers: list[Worker] = []
+    while True:
+        try:
+            method, payload = _receive(control, 0)
+        except RuntimeError:  # it is gone, and has told why
+            sys.exit(1)
+        if method == STOP:
+            _send(control, 0, (True, STOP))
+            dist.barrier(control)
+            dist.destroy_process_group()
+            return
+        outcome = _perform(rank, workers, method, payload)
+        del payload  # a waiting process should hold no batch
+        _send(control, 0, outcome)
+
+
+def _perform(rank: int, workers: list[Worker], method: str, payload: Any) -> tuple[bool, Any]:
+    """(True, the answer) or (False, how it failed)."""
+    try:
+        if method == START:
+            workers.append(payload())
+            return True, None
+        args, kwargs = payload
+        return True, call_method(workers[0], method, args, kwargs)
+    except BaseException as error:  # noqa: BLE001  # whatever it is, rank 0 tells it
+        return False, exception_failure(rank, method, error)
+
+
+def _end_soon(signal_number: int, frame: object) -> None:
+    timer = threading.Timer(TELLING_S, os._exit, (128 + signal_number,))
+    timer.daemon = True
+    timer.start()
+
+
+def _death_of(rank: int, method: str) -> RankFailure:
+    return RankFailure(rank, method, "its process is gone; torchrun tells how it ended")
+
+
+# ---- meeting, and messages
+
+
+def _meet(settings: _Settings | None) -> Any:
+    """Join all ranks, as rank 0 tells; returns the group for calls and answers."""
+    meeting = dist.rendezvous("env://", timeout=FOREVER)  # type: ignore[attr-defined]
+    store, rank, ranks = next(meeting)
+    if settings is None:
+        store.wait([SETTINGS], FOREVER)  # rank 0 may have to read data first
+        settings = pickle.loads(store.get(SETTINGS))
+    else:
+        store.set(SETTINGS, pickle.dumps(settings))
+    on_gpu = settings.device.startswith("cuda")
+    if on_gpu:
+        _see_own_gpu()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore("caldera/ranks", store),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=settings.timeout_s),
+    )
+    return dist.new_group(backend="gloo", timeout=FOREVER)
+
+
+def _see_own_gpu() -> None:
+    """Let this process see the GPU of its local rank alone, as in other groups."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = listed.split(",") if listed else [str(i) for i in range(torch.cuda.device_count())]
+    os.environ["CUDA_VISIBLE_DEVICES"] = names[int(os.environ["LOCAL_RANK"])]
+    torch.cuda.set_device(0)
+
+
+def _send(control: Any, rank: int, message: Any) -> None:
+    payload = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+    dist.send(torch.tensor([len(payload)]), rank, control)
+    dist.send(payload, rank, control)
+
+
+def _receive(control: Any, rank: int) -> Any:
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, rank, control)
+    payload = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(payload, rank, control)
+    return pickle.loads(payload.numpy().tobytes())

@@ -1,0 +1,22 @@
+"""`caldera dpo key=value ...`: direct preference optimisation on pairs of answers.
+
+The same as `python3 -m caldera.trainer.dpo_trainer`, which may also be started by torchrun.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from caldera.config.preference import DPOTrainerConfig
+from caldera.trainer.sft.command import SupervisedCommand
+
+DPO = SupervisedCommand(
+    prog="caldera dpo",
+    description="Train a language model to prefer one answer of each pair to the other.",
+    config_name="dpo_trainer",
+    schema=DPOTrainerConfig,
+    objective="caldera.workers.preference:DIRECT",
+)
+
+if __name__ == "__main__":
+    sys.exit(DPO.main())

@@ -1,0 +1,22 @@
+"""`caldera rm key=value ...`: train a reward model on pairs of answers.
+
+The same as `python3 -m caldera.trainer.rm_trainer`, which may also be started by torchrun.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from caldera.config.preference import RewardModelTrainerConfig
+from caldera.trainer.sft.command import SupervisedCommand
+
+REWARD_MODEL = SupervisedCommand(
+    prog="caldera rm",
+    description="Train a reward model on pairs of answers, of which one was preferred.",
+    config_name="rm_trainer",
+    schema=RewardModelTrainerConfig,
+    objective="caldera.workers.preference:REWARD_MODEL",
+)
+
+if __name__ == "__main__":
+    sys.exit(REWARD_MODEL.main())

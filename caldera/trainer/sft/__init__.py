@@ -1,0 +1,1 @@
+"""Supervised training: fine-tuning and its relatives, over the same worker groups as PPO."""

@@ -1,0 +1,167 @@
+"""From a config to a supervised run: in this process, in others of this machine, under torchrun or
+on a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from caldera.config import SFTTrainerConfig, resolve_supervised, uses_ray
+from caldera.data import Batch, FixedLoader, StatefulLoader, hf_tokenizer
+from caldera.errors import DataError
+from caldera.models.loading import import_external
+from caldera.single_controller import ClassWithInitArgs, ResourcePool, WorkerGroup
+from caldera.single_controller.torchrun import (
+    TorchrunWorkerGroup,
+    is_controller,
+    launched_nodes,
+    launched_ranks,
+    serve,
+)
+from caldera.trainer.ppo.groups import local_groups
+from caldera.trainer.ppo.setup import seed_everything
+from caldera.trainer.sft.trainer import MakeGroups, SupervisedTrainer, total_training_steps
+from caldera.trainer.sft.validation import LossValidator
+from caldera.workers import SupervisedWorker
+from caldera.workers.objective import MODEL_KEY, Objective
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: SFTTrainerConfig, objective: Objective) -> None:
+    """Train as the config says."""
+    work = partial(build_and_fit, objective)
+    if launched_ranks() > 1:
+        assert is_controller(), "other ranks serve"
+        _settle(config, torch.cuda.device_count(), launched_nodes())
+        work(config, partial(_torchrun_groups, config))
+    elif uses_ray(config):
+        from caldera.trainer.ray_runner import run_on_ray
+
+        run_on_ray(config, _settle, work)
+    else:
+        _settle(config, torch.cuda.device_count())
+        work(config, _local_groups(config))
+
+
+def serve_torchrun() -> None:
+    """What the other processes of torchrun do."""
+    disable_progress_bar()
+    serve()
+
+
+def build_and_fit(objective: Objective, config: SFTTrainerConfig, make_groups: MakeGroups) -> None:
+    """Train in a worker group that is made so."""
+    trainer = build(config, objective, make_groups)
+    try:
+        trainer.init_workers()
+        trainer.fit()
+    finally:
+        trainer.shutdown()
+
+
+def build(
+    config: SFTTrainerConfig, objective: Objective, make_groups: MakeGroups
+) -> SupervisedTrainer:
+    """A trainer whose workers are still to be made."""
+    disable_progress_bar()  # of transformers, in loading and saving: it would tear our own
+    seed_everything(config.trainer.seed)
+    model = config.model
+    import_external(model, MODEL_KEY)
+    tokenizer = hf_tokenizer(
+        model.tokenizer_path or str(model.path),
+        trust_remote_code=model.trust_remote_code,
+        custom_chat_template=model.custom_chat_template,
+        key="model.tokenizer_path" if model.tokenizer_path else "model.partial_pretrain",
+    )
+    loader = _train_loader(config, objective, tokenizer)
+    steps = total_training_steps(config, loader)
+    device = str(config.trainer.device)
+    worker = ClassWithInitArgs(SupervisedWorker, config, objective, steps, device)
+    validator = _validator(config, objective, tokenizer)
+    return SupervisedTrainer(config, objective, worker, make_groups, loader, validator)
+
+
+def _settle(config: SFTTrainerConfig, gpus: int, launched: tuple[int, int] | None = None) -> None:
+    """Fill in what depends on the machine, and tell of it."""
+    chosen = resolve_supervised(config, gpus, launched)
+    if chosen:
+        logger.info("chosen for this machine: %s", ", ".join(chosen))
+
+
+def _train_loader(
+    config: SFTTrainerConfig, objective: Objective, tokenizer: PreTrainedTokenizerBase
+) -> StatefulLoader:
+    data = config.data
+    rows = objective.dataset(data.train_files, data, tokenizer)
+    if len(rows) < data.train_batch_size:
+        raise DataError(
+            f"the training set has {len(rows)} rows, fewer than one batch of "
+            f"data.train_batch_size={data.train_batch_size}"
+        )
+    return StatefulLoader(
+        rows,
+        data.train_batch_size,
+        seed=config.trainer.seed,
+        shuffle=data.shuffle,
+        num_workers=data.dataloader_num_workers,
+        collate=_Collate(objective, tokenizer),
+        seed_key="trainer.seed",
+    )
+
+
+def _validator(
+    config: SFTTrainerConfig, objective: Objective, tokenizer: PreTrainedTokenizerBase
+) -> LossValidator | None:
+    data = config.data
+    if not data.val_files or config.trainer.test_freq == -1:
+        return None
+    loader = FixedLoader(
+        objective.dataset(data.val_files, data, tokenizer),
+        data.train_batch_size,
+        seed=config.trainer.seed,
+        num_workers=data.dataloader_num_workers,
+        collate=_Collate(objective, tokenizer),
+    )
+    return LossValidator(config, objective, loader)
+
+
+class _Collate:
+    """Items to a batch, also in other processes."""
+
+    def __init__(self, objective: Objective, tokenizer: PreTrainedTokenizerBase) -> None:
+        assert isinstance(tokenizer.pad_token_id, int), "one that lacks it is given one"
+        self._collate = objective.collate
+        self._pad_id = tokenizer.pad_token_id
+
+    def __call__(self, items: Sequence[dict[str, Any]]) -> Batch:
+        return self._collate(items, self._pad_id)
+
+
+def _local_groups(config: SFTTrainerConfig) -> MakeGroups:
+    trainer = config.trainer
+    return partial(
+        local_groups,
+        device=str(trainer.device),
+        timeout_s=trainer.nccl_timeout,
+        log_dir=Path(trainer.default_local_dir).expanduser() / "logs",
+    )
+
+
+def _torchrun_groups(
+    config: SFTTrainerConfig, pool: ResourcePool, recipes: dict[str, ClassWithInitArgs]
+) -> dict[str, WorkerGroup]:
+    """There is one role, and as many ranks as torchrun has started."""
+    ((role, recipe),) = recipes.items()
+    trainer = config.trainer
+    group = TorchrunWorkerGroup(
+        recipe, role, device=str(trainer.device), timeout_s=trainer.nccl_timeout
+    )
+    return {role: group}

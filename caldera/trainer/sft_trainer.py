@@ -1,0 +1,26 @@
+"""`python3 -m caldera.trainer.sft_trainer key=value ...`: fine-tune on conversations.
+
+It takes the keys of verl's later releases; `fsdp_sft_trainer` starts from the classic file.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from caldera.config import SFTTrainerConfig
+from caldera.trainer.sft.command import SupervisedCommand
+
+SFT = SupervisedCommand(
+    prog="caldera sft",
+    description="Fine-tune a language model on answers, or on whole conversations.",
+    config_name="sft_trainer",
+    schema=SFTTrainerConfig,
+    objective="caldera.workers.objective:FINE_TUNING",
+)
+CONVERSATIONS = replace(
+    SFT, prog="python3 -m caldera.trainer.sft_trainer", config_name="sft_trainer_engine"
+)
+
+if __name__ == "__main__":
+    sys.exit(CONVERSATIONS.main())

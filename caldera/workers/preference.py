@@ -1,0 +1,106 @@
+"""Training on pairs of answers: reward models, and direct preference optimisation.
+
+Rows 2i and 2i + 1 of a batch are the chosen and the rejected answer of pair i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from caldera.config import SFTTrainerConfig
+from caldera.config.preference import DPOTrainerConfig
+from caldera.core_algos import LossScale, PairMetrics, bradley_terry_loss, dpo_loss, masked_sum
+from caldera.data import Batch, create_preference_dataset, engine_rows
+from caldera.engine import LossAndMetrics, LossFn, Outputs
+from caldera.models.loading import Built, build_sequence_classifier
+from caldera.protocol import DataProto, tensors_of
+from caldera.workers.objective import MODEL_KEY, Objective, language_model
+
+PAIR = 2
+
+
+def pair_batch(items: Sequence[dict[str, Any]], pad_id: int) -> Batch:
+    """Two rows for each item, and the margins (B,) where the items have them."""
+    batch = engine_rows([item[name] for item in items for name in ("chosen", "rejected")], pad_id)
+    if "margin" in items[0]:
+        margins = torch.tensor([item["margin"] for item in items])
+        batch["margin"] = margins.repeat_interleave(PAIR)
+    return batch
+
+
+def scoring_loss(config: SFTTrainerConfig) -> LossFn:
+    """Bradley-Terry of the scores at the answers' last tokens."""
+
+    def loss_fn(outputs: Outputs, rows: DataProto, scale: LossScale) -> LossAndMetrics:
+        scores = outputs["scores"].sum(1)  # (B,), which are 0 but at one token
+        margin = tensors_of(rows).get("margin", None)
+        margin = None if margin is None else margin[::PAIR]
+        return _shares(*bradley_terry_loss(*_both(scores), margin), scale)
+
+    return loss_fn
+
+
+def direct_loss(config: SFTTrainerConfig) -> LossFn:
+    """DPO of the log-probabilities of whole answers."""
+    dpo = cast(DPOTrainerConfig, config).dpo
+
+    def loss_fn(outputs: Outputs, rows: DataProto, scale: LossScale) -> LossAndMetrics:
+        tensors = tensors_of(rows)
+        mask = tensors["response_mask"]  # (B, R)
+        reference = None
+        if not dpo.reference_free:
+            reference = _both(masked_sum(tensors["ref_log_prob"], mask, dim=1))
+        chosen, rejected = _both(masked_sum(outputs["log_probs"], mask, dim=1))
+        losses, metrics = dpo_loss(
+            chosen, rejected, reference, dpo.beta, dpo.label_smoothing, dpo.loss_type
+        )
+        return _shares(losses, metrics, scale)
+
+    return loss_fn
+
+
+def uses_reference(config: SFTTrainerConfig) -> bool:
+    return not cast(DPOTrainerConfig, config).dpo.reference_free
+
+
+def scoring_model(config: SFTTrainerConfig, dtype: torch.dtype, seed: int, empty: bool) -> Built:
+    return build_sequence_classifier(config.model, dtype, seed, MODEL_KEY, empty)
+
+
+def _both(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the chosen and of the rejected answers, (B / 2,) each."""
+    return values[::PAIR], values[1::PAIR]
+
+
+def _shares(losses: Tensor, metrics: PairMetrics, scale: LossScale) -> LossAndMetrics:
+    loss = scale.group_mean(losses, PAIR)
+    told = {name: scale.group_mean(value, PAIR) for name, value in metrics.items()}
+    return loss, {"loss": loss.detach(), **told}
+
+
+REWARD_MODEL = Objective(
+    name="rm",
+    dataset=create_preference_dataset,
+    collate=pair_batch,
+    build=scoring_model,
+    outputs=("scores",),
+    loss=scoring_loss,
+    rows_together=PAIR,
+)
+"""A reward model: chosen answers get higher scores than rejected ones."""
+
+DIRECT = Objective(
+    name="dpo",
+    dataset=create_preference_dataset,
+    collate=pair_batch,
+    build=language_model,
+    outputs=("log_probs",),
+    loss=direct_loss,
+    rows_together=PAIR,
+    needs_reference=uses_reference,
+)
+"""Direct preference optimisation: chosen answers become likelier than rejected ones."""

@@ -1,0 +1,138 @@
+"""The configuration of supervised fine-tuning: keys of two generations, and what a user is told.
+
+Each file of tests/golden/sft has two lines: arguments, which come after the required ones, and the
+message. `UPDATE_GOLDEN=1` writes the messages anew, to be read before they are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from caldera.config import config_to_dict, load_supervised_config, resolve_supervised, uses_ray
+from caldera.config.sft import SFTTrainerConfig
+from caldera.errors import ConfigError
+
+FOLDER = Path(__file__).parents[2] / "golden" / "sft"
+CASES = {path.stem: path for path in sorted(FOLDER.glob("*.txt"))}
+REQUIRED = ["data.train_files=train.parquet", "model.partial_pretrain=M"]
+
+
+def load(*overrides: str, name: str = "sft_trainer") -> SFTTrainerConfig:
+    return load_supervised_config([*REQUIRED, *overrides], name, None, SFTTrainerConfig)
+
+
+def at(config: SFTTrainerConfig, key: str) -> Any:
+    tree: Any = config_to_dict(config)
+    for name in key.split("."):
+        tree = tree[name]
+    return tree
+
+
+@pytest.mark.parametrize("path", CASES.values(), ids=CASES)
+def test_the_message_is_the_recorded_one(path: Path) -> None:
+    line, *recorded = path.read_text(encoding="utf-8").splitlines()
+    arguments, name = shlex.split(line), "sft_trainer"
+    if arguments[0].startswith("--config-name="):
+        name = arguments.pop(0).partition("=")[2]
+    with pytest.raises(ConfigError) as raised:
+        resolve_supervised(load(*arguments, name=name), gpus=0)
+    message = str(raised.value)
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        path.write_text(f"{line}\n{message}\n", encoding="utf-8")
+        recorded = [message]
+    assert [message] == recorded
+
+
+def test_keys_of_the_later_generation_land_in_their_places() -> None:
+    given = {
+        "model.path": ("model.path", "M"),
+        "data.messages_key": ("data.multiturn.messages_key", "talk"),
+        "data.tools_key": ("data.multiturn.tools_key", "t"),
+        "data.enable_thinking_key": ("data.multiturn.enable_thinking_key", "e"),
+        "data.pad_mode": ("data.pad_mode", "no_padding"),
+        "engine.strategy": ("model.strategy", "fsdp"),
+        "engine.param_offload": ("model.fsdp_config.param_offload", True),
+        "engine.fsdp_size": ("model.fsdp_config.fsdp_size", 2),
+        "engine.ulysses_sequence_parallel_size": ("ulysses_sequence_parallel_size", 2),
+        "optim.lr_scheduler_type": ("optim.lr_scheduler", "constant"),
+        "optim.min_lr_ratio": ("optim.min_lr_ratio", 0.1),
+        "checkpoint.save_contents": ("trainer.checkpoint.save_contents", ["model", "hf_model"]),
+        "model.use_remove_padding": ("model.use_remove_padding", True),
+    }
+    overrides = [f"{key}={str(value).replace(' ', '')}" for key, (_, value) in given.items()]
+    config = load("engine=fsdp", "optim=fsdp", *overrides, name="sft_trainer_engine")
+    for place, value in given.values():
+        assert at(config, place) == value, place
+
+
+def test_the_two_files_differ_in_conversations_and_micro_batches() -> None:
+    classic, later = load(), load(name="sft_trainer_engine")
+    assert (classic.data.multiturn.enable, classic.data.use_dynamic_bsz) == (False, False)
+    assert (later.data.multiturn.enable, later.data.use_dynamic_bsz) == (True, True)
+    later.data.multiturn.enable = later.data.use_dynamic_bsz = False
+    assert classic == later
+
+
+def test_keys_of_classic_scripts() -> None:
+    """As verl's examples write them."""
+    config = load(
+        "data.prompt_key=extra_info", "data.response_key=extra_info",
+        "+data.prompt_dict_keys=['question']", "+data.response_dict_keys=['answer']",
+        "data.micro_batch_size_per_gpu=4", "trainer.default_hdfs_dir=null",
+        "trainer.logger=['console']", "model.fsdp_config.cpu_offload=True",
+        "model.fsdp_config.offload_params=True", "use_remove_padding=true",
+        "ulysses_sequence_parallel_size=2", "model.lora_rank=32", "model.target_modules=all-linear",
+    )  # fmt: skip
+    assert config.data.prompt_dict_keys == ["question"]
+    memory = config.model.fsdp_config
+    assert (memory.offload_policy, memory.param_offload, memory.seed) == (True, True, 1)
+
+
+def test_one_seed() -> None:
+    assert load("trainer.seed=5").model.fsdp_config.seed == 5
+
+
+def test_the_optimizer_of_the_engine() -> None:
+    optim = load("optim.lr=0.5", "optim.lr_warmup_steps=3").optim.for_engine(70)
+    assert (optim.lr, optim.lr_warmup_steps, optim.total_training_steps) == (0.5, 3, 70)
+    assert (optim.lr_scheduler_type, optim.betas) == ("cosine", [0.9, 0.95])
+
+
+class TestMachine:
+    def test_a_machine_without_gpus(self) -> None:
+        config = load()
+        assert resolve_supervised(config, gpus=0) == [
+            "trainer.worker_group=local",
+            "trainer.device=cpu",
+            "trainer.n_gpus_per_node=1",
+            "model.fsdp_config.dtype=float32",
+        ]
+
+    def test_all_gpus(self) -> None:
+        config = load()
+        resolve_supervised(config, gpus=8)
+        trainer = config.trainer
+        assert (trainer.device, trainer.n_gpus_per_node) == ("cuda", 8)
+        assert config.model.fsdp_config.dtype == "bfloat16"
+
+    def test_ray(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert not uses_ray(load())
+        assert uses_ray(load("trainer.nnodes=2"))
+        monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
+        assert uses_ray(load())
+
+    def test_torchrun_says_how_many(self) -> None:
+        config = load("trainer.nnodes=1")
+        resolve_supervised(config, gpus=0, launched=(2, 4))
+        assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (2, 4)
+
+    def test_torchrun_and_the_config_disagree(self) -> None:
+        with pytest.raises(ConfigError, match=r"n_gpus_per_node=8: torchrun has started 2 proc"):
+            resolve_supervised(load("trainer.n_gpus_per_node=8"), gpus=0, launched=(1, 2))
+        with pytest.raises(ConfigError, match=r"worker_group='ray': torchrun has started"):
+            resolve_supervised(load("trainer.worker_group=ray"), gpus=0, launched=(1, 2))
