@@ -13,11 +13,11 @@ from caldera.config.megatron import RewardMegatronConfig
 from caldera.config.profiling import ProfilerConfig
 from caldera.config.reasons import (
     ALWAYS_PACKED,
-    NO_MEGATRON,
     NO_SANDBOX,
     NO_SHARED_MEMORY,
     ONE_REWARD_LOOP,
     ONE_TIMEOUT,
+    WEIGHTS_ARE_READ,
 )
 
 NO_LANGUAGE_HEAD = "a reward model has no language head; leave the key out"
@@ -127,7 +127,7 @@ class RewardModelConfig:
     ulysses_sequence_parallel_size: int = option(1, minimum=1, unit="ranks")
     """Ranks that share the tokens of each micro-batch."""
     nccl_timeout: int = refused(600, ONE_TIMEOUT)
-    load_weight: bool = refused(True, NO_MEGATRON)
+    load_weight: bool = refused(True, WEIGHTS_ARE_READ)
     reward_manager: str = "naive"
     """Name of the reward manager."""
     reward_kwargs: dict[str, Any] = mapping()

@@ -12,9 +12,10 @@ from caldera.config.batches import check_batches
 from caldera.config.critic import CriticConfig
 from caldera.config.fields import shown
 from caldera.config.machine import memories
-from caldera.config.optim import CONTENTS
+from caldera.config.optim import CONTENTS, FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.config.rollout_presets import check_rollout_correction, rollout_correction_preset
+from caldera.config.strategies import check_strategies
 from caldera.errors import ConfigError, UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ def check_consistency(config: PPOTrainerConfig) -> None:
     _check_precision(config)
     _check_lists(config)
     _check_followers(config)
+    check_strategies(config)
     check_batches(config)
     _check_sampling(config)
     _check_correction(config)  # before the algorithm's: it applies the preset
@@ -78,18 +80,6 @@ def _check_checkpoints(config: PPOTrainerConfig) -> None:
 
 
 def _check_world(config: PPOTrainerConfig) -> None:
-    strategies = {
-        "actor_rollout_ref.actor.strategy": config.actor_rollout_ref.actor.strategy,
-        "actor_rollout_ref.ref.strategy": config.actor_rollout_ref.ref.strategy,
-        "critic.strategy": config.critic.strategy,
-    }
-    if config.reward_model.enable:
-        strategies["reward_model.strategy"] = config.reward_model.strategy
-    for key, strategy in strategies.items():
-        if strategy == "megatron":
-            raise UnsupportedError(
-                f"{key}='megatron' is not part of this release; takes local, fsdp, fsdp2"
-            )
     trainer = config.trainer
     if trainer.nnodes > 1 and trainer.worker_group == "local":
         raise ConfigError(
@@ -121,7 +111,11 @@ def _without_nulls(extra: dict[str, Any]) -> dict[str, Any]:
 
 def _check_precision(config: PPOTrainerConfig) -> None:
     for key, memory in memories(config).items():
-        if memory.model_dtype == "bf16" and memory.dtype == "float32":
+        if (
+            isinstance(memory, FSDPConfig)
+            and memory.model_dtype == "bf16"
+            and memory.dtype == "float32"
+        ):
             raise UnsupportedError(
                 f"{key}.dtype='float32' with {key}.model_dtype='bf16': parameters that are kept "
                 "in bfloat16 compute in bfloat16"

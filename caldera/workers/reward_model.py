@@ -18,7 +18,13 @@ from caldera.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from caldera.workers.building import build_engine, compiles, register_mesh
+from caldera.workers.building import (
+    build_engine,
+    compiles,
+    megatron_of,
+    memory_of,
+    register_mesh,
+)
 from caldera.workers.inputs import ANSWERS
 from caldera.workers.phases import on_device
 
@@ -36,24 +42,16 @@ class RewardModelWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the weights and build the engine."""
-        model = self.config.model
-        given, on_gpu = model.fsdp_config, self.device.type == "cuda"
-        memory = FSDPConfig(
-            wrap_policy=WrapPolicyConfig(given.wrap_policy.min_num_params),
-            param_offload=given.param_offload,
-            reshard_after_forward=given.reshard_after_forward,
-            fsdp_size=given.fsdp_size,
-            forward_prefetch=given.forward_prefetch,
-            model_dtype="bf16" if on_gpu else "fp32",
-            dtype="bfloat16" if on_gpu else "float32",
-        )
+        config = self.config
+        memory = memory_of(config.strategy, self._memory(), config.megatron, self.device)
         options = EngineOptions(
-            memory, sequence_parallel=self.config.ulysses_sequence_parallel_size,
-            compiles=compiles(self.device),
+            memory, sequence_parallel=config.ulysses_sequence_parallel_size,
+            compiles=compiles(self.device, memory.use_torch_compile),
+            megatron=megatron_of(config.strategy, config.megatron),
         )  # fmt: skip
         dtype = DTYPES[memory.model_dtype]
-        build = partial(build_reward_model, model, dtype, "reward_model.model")
-        self.engine = build_engine(self.config.strategy, build, self.device, options)
+        build = partial(build_reward_model, config.model, dtype, "reward_model.model")
+        self.engine = build_engine(config.strategy, build, self.device, options)
         register_mesh(self, "reward", self.engine)
         self.engine.offload()
 
@@ -71,3 +69,16 @@ class RewardModelWorker(Worker):
         with on_device(self.engine):
             scores = self.engine.infer(data, plan)["scores"]
         return DataProto.from_dict({"rm_scores": scores})
+
+    def _memory(self) -> FSDPConfig:
+        """What the keys say, in the precision of the device."""
+        given, on_gpu = self.config.model.fsdp_config, self.device.type == "cuda"
+        return FSDPConfig(
+            wrap_policy=WrapPolicyConfig(given.wrap_policy.min_num_params),
+            param_offload=given.param_offload,
+            reshard_after_forward=given.reshard_after_forward,
+            fsdp_size=given.fsdp_size,
+            forward_prefetch=given.forward_prefetch,
+            model_dtype="bf16" if on_gpu else "fp32",
+            dtype="bfloat16" if on_gpu else "float32",
+        )
