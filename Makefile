@@ -11,7 +11,7 @@ PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 .DEFAULT_GOAL := help
 # The suites share two cores and one environment: never run them side by side.
 .NOTPARALLEL:
-.PHONY: help demo demo-smollm2 test check unit integration e2e ray lint format clean
+.PHONY: help demo demo-smollm2 test check unit integration e2e ray megatron lint format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | \
@@ -38,6 +38,9 @@ e2e: $(VENV)/.stamp-dev ## Whole runs from the command line
 
 ray: $(VENV)/.stamp-dev $(VENV)/.stamp-ray ## Tests of worker groups on a real Ray
 	RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 $(PYTEST) tests/ray --timeout=300
+
+megatron: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-megatron ## Tests of strategy=megatron on CPU ranks
+	RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 $(PYTEST) tests/megatron --timeout=300
 
 lint: $(VENV)/.stamp-dev ## Style, formatting, types, layering and size; changes nothing
 	$(BIN)/ruff check .
@@ -99,4 +102,10 @@ $(VENV)/.stamp-ray: $(VENV)/.stamp-core
 	@rm -f $@
 	@echo "Installing Ray (once, about 1 minute)"
 	@$(PIP_INSTALL) --editable '.[ray]'
+	@touch $@
+
+$(VENV)/.stamp-megatron: $(VENV)/.stamp-core
+	@rm -f $@
+	@echo "Installing megatron-core (once, a few seconds)"
+	@$(PIP_INSTALL) --editable '.[megatron]'
 	@touch $@

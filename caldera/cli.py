@@ -118,7 +118,9 @@ def _add_merge(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ("trust-remote-code", "run code that comes with the model"),
     ):
         merge.add_argument(*_spellings(name), action="store_true", help=text)
-    merge.add_argument("--backend", default="fsdp", help="what wrote the checkpoint: fsdp (fsdp)")
+    merge.add_argument(
+        "--backend", default="fsdp", help="fsdp or megatron: their files are the same"
+    )
     for name in ("private", "use-cpu-initialization"):  # verl's, which mean nothing here
         merge.add_argument(*_spellings(name), action="store_true", help=argparse.SUPPRESS)
     merge.add_argument(*_spellings("hf-upload-path"), help=argparse.SUPPRESS)
@@ -164,11 +166,8 @@ def _merge(parsed: argparse.Namespace) -> int:
 
 
 def _check_merge(parsed: argparse.Namespace) -> None:
-    if parsed.backend != "fsdp":
-        raise UnsupportedError(
-            f"--backend={parsed.backend}: takes fsdp; the Megatron engine is not part of this "
-            "release"
-        )
+    if parsed.backend not in ("fsdp", "megatron"):
+        raise UnsupportedError(f"--backend={parsed.backend}: takes fsdp, megatron")
     if parsed.hf_upload_path is not None:
         raise UnsupportedError(
             f"--hf-upload-path={parsed.hf_upload_path}: nothing is uploaded; "

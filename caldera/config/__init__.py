@@ -16,6 +16,7 @@ from caldera.config.loader import (
     load_supervised_config,
 )
 from caldera.config.machine import resolve_for_machine, uses_ray
+from caldera.config.megatron import MegatronConfig
 from caldera.config.model import CriticModelConfig, ModelConfig
 from caldera.config.needs import needs_critic, needs_reference
 from caldera.config.optim import CheckpointConfig, FSDPConfig, OptimizerConfig
@@ -39,6 +40,7 @@ __all__ = [
     "DataConfig",
     "FSDPConfig",
     "KLControlConfig",
+    "MegatronConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PPOTrainerConfig",

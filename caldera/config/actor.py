@@ -13,10 +13,10 @@ from caldera.config.optim import CheckpointConfig, FSDPConfig, OptimizerConfig, 
 from caldera.config.profiling import ProfilerConfig
 from caldera.config.reasons import (
     COMPUTED_HEAD,
-    NO_EXPERTS,
     NO_IMAGES,
-    NO_MEGATRON,
+    NO_ROUTER_REPLAY,
     NO_SEARCH,
+    WEIGHTS_ARE_READ,
 )
 
 STRATEGIES = ("local", "fsdp", "fsdp2", "megatron")
@@ -51,9 +51,9 @@ class PolicyLossConfig:
 
 @dataclass
 class RouterReplayConfig:
-    mode: str = refused("disabled", NO_EXPERTS)
-    record_file: str | None = refused(None, NO_EXPERTS)
-    replay_file: str | None = refused(None, NO_EXPERTS)
+    mode: str = refused("disabled", NO_ROUTER_REPLAY)
+    record_file: str | None = refused(None, NO_ROUTER_REPLAY)
+    replay_file: str | None = refused(None, NO_ROUTER_REPLAY)
 
 
 @dataclass
@@ -108,7 +108,7 @@ class ActorConfig:
     the gradient of the squared one."""
     use_prefix_grouper: bool = refused(False, "prompts are computed once a sample")
     use_torch_compile: bool = True
-    """Compile the decoder layers for training, on a GPU."""
+    """Compile the decoder layers for training, on a GPU. Megatron's are not compiled."""
     use_fused_kernels: bool = refused(
         II("actor_rollout_ref.model.use_fused_kernels"), COMPUTED_HEAD
     )
@@ -128,7 +128,7 @@ class ActorConfig:
     entropy_from_logits_with_chunking: bool = refused(False, COMPUTED_HEAD, met=(True,))
     entropy_checkpointing: bool = refused(False, COMPUTED_HEAD, met=(True,))
     state_masking: bool = refused(False, NO_SEARCH)
-    load_weight: bool = refused(True, NO_MEGATRON)
+    load_weight: bool = refused(True, WEIGHTS_ARE_READ)
     checkpoint: CheckpointConfig = nested(CheckpointConfig)
     optim: OptimizerConfig = nested(OptimizerConfig)
     fsdp_config: FSDPConfig = nested(FSDPConfig)
@@ -144,7 +144,7 @@ class RefConfig:
     rollout_n: int = II("actor_rollout_ref.rollout.n")
     """Follows rollout.n, which is the place to set it."""
     use_torch_compile: bool = True
-    """Compile the decoder layers for training, on a GPU."""
+    """Compile the decoder layers for training, on a GPU. Megatron's are not compiled."""
     log_prob_micro_batch_size: int | None = option(None, minimum=1, unit="samples")
     """Deprecated: samples per pass over all devices."""
     log_prob_micro_batch_size_per_gpu: int | None = option(None, minimum=1, unit="samples")
@@ -161,7 +161,7 @@ class RefConfig:
     """Ranks that share the tokens of each micro-batch."""
     entropy_from_logits_with_chunking: bool = refused(False, COMPUTED_HEAD, met=(True,))
     entropy_checkpointing: bool = refused(False, COMPUTED_HEAD, met=(True,))
-    load_weight: bool = refused(True, NO_MEGATRON)
+    load_weight: bool = refused(True, WEIGHTS_ARE_READ)
     fsdp_config: RefFSDPConfig = nested(RefFSDPConfig)
     megatron: RefMegatronConfig = nested(RefMegatronConfig)
     profiler: ProfilerConfig = nested(ProfilerConfig)

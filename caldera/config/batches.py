@@ -8,6 +8,7 @@ from typing import Any
 
 from caldera.config.needs import needs_critic, needs_reference
 from caldera.config.ppo import PPOTrainerConfig
+from caldera.config.strategies import Role, check_ranks, roles, row_sharers, token_sharers
 from caldera.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class MicroBatches:
 def check_batches(config: PPOTrainerConfig) -> None:
     """Prompts, samples and tokens can be cut as the config says."""
     for part in _micro_batches(config):
-        _take_global_size(part, _devices(config))
+        _take_global_size(part, _copies(config, part.node))
     _check_mini_batches(config)
     for part in _needed(config):
         _check_micro_batch(part, config)
@@ -75,7 +76,7 @@ def _needed(config: PPOTrainerConfig) -> list[MicroBatches]:
 
 
 def _take_global_size(part: MicroBatches, devices: int) -> None:
-    """Honour the deprecated size over all devices by sharing it out."""
+    """Honour the deprecated size over all devices, or copies of a model, by sharing it out."""
     whole = getattr(part.node, part.size_key)
     key, per_device = f"{part.group}.{part.size_key}", f"{part.size_key}_per_gpu"
     # The critic's forward size follows its other one where it is not given itself.
@@ -122,9 +123,7 @@ def _check_micro_batch(part: MicroBatches, config: PPOTrainerConfig) -> None:
         return
     rollout = config.actor_rollout_ref.rollout
     longest = rollout.prompt_length + rollout.response_length
-    sharers = getattr(part.node, "ulysses_sequence_parallel_size", None)
-    if sharers is None:  # log-probs of samples are computed by the actor
-        sharers = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    sharers = token_sharers(_computing(config, part.node))
     budget = getattr(part.node, part.tokens_key) * sharers
     shared = f" x {sharers} ranks = {budget}" if sharers > 1 else ""
     if budget < longest:
@@ -137,35 +136,57 @@ def _check_micro_batch(part: MicroBatches, config: PPOTrainerConfig) -> None:
 
 
 def check_devices(config: PPOTrainerConfig) -> None:
-    """Every rank gets as many samples as the others, of a batch and of each mini-batch."""
-    devices = _devices(config)
-    _check_sharing(config, devices)
-    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    parts = {"data.train_batch_size": prompts, **_mini_batches(config)}
-    for key, count in parts.items():
-        if (count * n) % devices:
+    """Every copy of a model gets as many samples as the others, of a batch and of a mini-batch."""
+    if config.trainer.n_gpus_per_node is not None:
+        _check_sharing(config)
+    parts, n = config.actor_rollout_ref, config.actor_rollout_ref.rollout.n
+    minis = _mini_batches(config)
+    counts = {"data.train_batch_size": (config.data.train_batch_size, parts.actor)}
+    counts |= {key: (mini, _node_of(config, key)) for key, mini in minis.items()}
+    for key, (count, node) in counts.items():
+        copies, sharers = _copies(config, node), row_sharers(node)
+        if (count * n) % copies:
+            shared = (
+                f"{copies} devices" if sharers == 1 else f"{copies} groups of {sharers} devices"
+            )
             raise ConfigError(
                 f"{key}={count} prompts x {ROLLOUT}.n={n} = {count * n} samples cannot be shared "
-                f"by {devices} devices (trainer.n_gpus_per_node x trainer.nnodes)"
+                f"by {shared} (trainer.n_gpus_per_node x trainer.nnodes)"
             )
 
 
-def _check_sharing(config: PPOTrainerConfig, devices: int) -> None:
-    """Devices that share tokens or matrices come in whole groups."""
-    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    sharers = {
-        ACTOR: (actor.ulysses_sequence_parallel_size, actor.fsdp_config),
-        REF: (ref.ulysses_sequence_parallel_size, ref.fsdp_config),
-        "critic": (config.critic.ulysses_sequence_parallel_size, config.critic.model.fsdp_config),
-    }
-    for group, (tokens, memory) in sharers.items():
-        matrices = memory.tensor_parallel_size
-        if devices % (tokens * matrices):
-            raise ConfigError(
-                f"{group}.ulysses_sequence_parallel_size={tokens} x tensor_parallel_size="
-                f"{matrices} ranks do not divide the {devices} devices "
-                "(trainer.n_gpus_per_node x trainer.nnodes)"
-            )
+def _check_sharing(config: PPOTrainerConfig) -> None:
+    """Devices that share tokens, matrices or layers come in whole groups."""
+    for role in roles(config).values():
+        if role.is_megatron and role.is_needed and role.ranks:
+            check_ranks(role, role.ranks)
+        elif not role.is_megatron and role.name != "reward_model":
+            _check_torch_sharing(role, _devices(config))
+
+
+def _check_torch_sharing(role: Role, devices: int) -> None:
+    tokens, both = token_sharers(role.node), row_sharers(role.node)
+    if devices % both:
+        raise ConfigError(
+            f"{role.name}.ulysses_sequence_parallel_size={tokens} x tensor_parallel_size="
+            f"{both // tokens} ranks do not divide the {devices} devices "
+            "(trainer.n_gpus_per_node x trainer.nnodes)"
+        )
+
+
+def _computing(config: PPOTrainerConfig, node: Any) -> Any:
+    """The role that computes: log-probs of samples are the actor's."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    return actor if node is rollout else node
+
+
+def _node_of(config: PPOTrainerConfig, key: str) -> Any:
+    return config.critic if key.startswith("critic.") else config.actor_rollout_ref.actor
+
+
+def _copies(config: PPOTrainerConfig, node: Any) -> int:
+    """Copies of a role's model, among which rows are shared; at least one, as far as is known."""
+    return max(1, _devices(config) // row_sharers(_computing(config, node)))
 
 
 def _devices(config: PPOTrainerConfig) -> int:

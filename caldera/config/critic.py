@@ -12,7 +12,7 @@ from caldera.config.megatron import MegatronConfig
 from caldera.config.model import CriticModelConfig
 from caldera.config.optim import CheckpointConfig, CriticOptimizerConfig
 from caldera.config.profiling import ProfilerConfig
-from caldera.config.reasons import NO_MEGATRON, ONE_TIMEOUT
+from caldera.config.reasons import ONE_TIMEOUT, WEIGHTS_ARE_READ
 
 
 @dataclass
@@ -64,7 +64,7 @@ class CriticConfig:
     ulysses_sequence_parallel_size: int = option(1, minimum=1, unit="ranks")
     """Ranks that share the tokens of each micro-batch."""
     nccl_timeout: int = refused(600, ONE_TIMEOUT)
-    load_weight: bool = refused(True, NO_MEGATRON)
+    load_weight: bool = refused(True, WEIGHTS_ARE_READ)
     checkpoint: CheckpointConfig = nested(CheckpointConfig)
     megatron: MegatronConfig = nested(MegatronConfig)
     profiler: ProfilerConfig = nested(ProfilerConfig)

@@ -104,11 +104,16 @@ def check_values(config: Any) -> None:
         _check_number(key, meta, value)
 
 
-def _check_refused(config: Any, key: str, field: Field, value: Any) -> None:
+def default_in(config: Any, field: Field) -> Any:
+    """A field's default; where it follows another key, that key's value in the config."""
     default = default_of(field)
     if isinstance(default, str) and default.startswith("${"):
-        default = _look_up(config, default.strip("${}"))
-    if value != default and value not in field.metadata["met"]:
+        return _look_up(config, default.strip("${}"))
+    return default
+
+
+def _check_refused(config: Any, key: str, field: Field, value: Any) -> None:
+    if value != default_in(config, field) and value not in field.metadata["met"]:
         reason = field.metadata["refused"]
         raise UnsupportedError(f"{key}={shown(value)} is not supported: {reason}")
 

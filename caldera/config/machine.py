@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 
 from caldera.config.batches import check_devices
+from caldera.config.megatron import MegatronConfig
 from caldera.config.optim import FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.config.sft import SFTTrainerConfig
+from caldera.config.strategies import roles
 from caldera.errors import ConfigError
 
 
@@ -40,7 +42,7 @@ def resolve_for_machine(config: PPOTrainerConfig, gpus: int) -> list[str]:
             memory.dtype = default_dtype(trainer.device, memory)
             chosen.append(f"{key}.dtype={memory.dtype}")
     if rollout.dtype is None:
-        rollout.dtype = default_dtype(trainer.device, config.actor_rollout_ref.actor.fsdp_config)
+        rollout.dtype = default_dtype(trainer.device, _of_actor(config))
         chosen.append(f"actor_rollout_ref.rollout.dtype={rollout.dtype}")
     return chosen
 
@@ -53,13 +55,21 @@ def uses_ray(config: PPOTrainerConfig | SFTTrainerConfig) -> bool:
     return trainer.nnodes > 1 or bool(os.environ.get("RAY_ADDRESS"))
 
 
-def memories(config: PPOTrainerConfig) -> dict[str, FSDPConfig]:
-    """Precision and memory of each role, by key."""
-    return {
-        "actor_rollout_ref.actor.fsdp_config": config.actor_rollout_ref.actor.fsdp_config,
-        "actor_rollout_ref.ref.fsdp_config": config.actor_rollout_ref.ref.fsdp_config,
-        "critic.model.fsdp_config": config.critic.model.fsdp_config,
-    }
+def memories(config: PPOTrainerConfig) -> dict[str, FSDPConfig | MegatronConfig]:
+    """What says the precision of each role's model, by key."""
+    found: dict[str, FSDPConfig | MegatronConfig] = {}
+    for role in roles(config).values():
+        if role.is_megatron:
+            found[f"{role.name}.megatron"] = role.megatron
+        elif role.name == "critic":
+            found["critic.model.fsdp_config"] = config.critic.model.fsdp_config
+        elif role.name != "reward_model":
+            found[f"{role.name}.fsdp_config"] = role.node.fsdp_config
+    return found
+
+
+def _of_actor(config: PPOTrainerConfig) -> FSDPConfig | MegatronConfig:
+    return next(iter(memories(config).values()))
 
 
 def _check_gpus(config: PPOTrainerConfig, gpus: int) -> None:
@@ -75,6 +85,7 @@ def _check_gpus(config: PPOTrainerConfig, gpus: int) -> None:
         )
 
 
-def default_dtype(device: str, memory: FSDPConfig) -> str:
+def default_dtype(device: str, memory: FSDPConfig | MegatronConfig) -> str:
     """bfloat16 where it is fast, and where the parameters are; otherwise float32."""
-    return "bfloat16" if device == "cuda" or memory.model_dtype == "bf16" else "float32"
+    kept = memory.dtype if isinstance(memory, MegatronConfig) else memory.model_dtype
+    return "bfloat16" if device == "cuda" or kept in ("bf16", "bfloat16") else "float32"

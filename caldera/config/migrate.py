@@ -15,14 +15,15 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from caldera.config.fields import shown
+from caldera.config.megatron import OF_TORCH, OWN_BRIDGE
 from caldera.config.reasons import (
+    ALWAYS_PACKED,
     COMPUTED_HEAD,
     NO_AGENTS,
-    NO_EXPERTS,
     NO_IMAGES,
-    NO_MEGATRON,
     NO_OTHER_SAMPLER,
     NO_PROFILER,
+    NO_ROUTER_REPLAY,
     NO_TRACE,
     NO_TRANSFER,
 )
@@ -69,12 +70,16 @@ EMPTIED = ("custom_reward_function.", "reward_model.")
 NULL_IS_A_VALUE = ("reward_model.model.input_tokenizer",)
 """Keys of theirs that no later release has: null is what someone asks for."""
 
+FLOAT32_STATE = "Megatron's optimisers keep their state in float32"
+NO_BALANCE_METRICS = "the load of experts is not measured"
+NO_MUON = "Megatron's optimisers are adam and sgd"
+SAME_SHARERS = "as many ranks share the tokens of every micro-batch"
 NO_QUANTIZED_TRAINING = "training with quantised weights is not part of this release"
 LATER_REASONS = {
     "actor_rollout_ref.actor.checkpoint.strict": "a checkpoint either fits or is an error",
     "actor_rollout_ref.rollout.disaggregation": NO_OTHER_SAMPLER,
     "actor_rollout_ref.rollout.checkpoint_engine": NO_TRANSFER,
-    "actor_rollout_ref.rollout.moe_load_balance_metrics_interval": NO_EXPERTS,
+    "actor_rollout_ref.rollout.moe_load_balance_metrics_interval": NO_BALANCE_METRICS,
     "actor_rollout_ref.rollout.multi_turn": NO_AGENTS,
     "actor_rollout_ref.rollout.trace": NO_TRACE,
     "actor_rollout_ref.rollout.full_determinism": "kernels are those that torch picks",
@@ -94,10 +99,22 @@ LATER_REASONS = {
 REASONS_BY_PART = {
     "profiler": NO_PROFILER,
     "global_profiler": NO_PROFILER,
-    "megatron": NO_MEGATRON,
-    "mbridge_config": NO_MEGATRON,
+    "dist_ckpt_optim_fully_reshardable": OF_TORCH,
+    "distrib_optim_fully_reshardable_mem_efficient": OF_TORCH,
+    "dynamic_context_parallel": SAME_SHARERS,
+    "max_seqlen_per_dp_cp_rank": SAME_SHARERS,
+    "entropy_from_logits_with_chunking": COMPUTED_HEAD,
+    "pad_bshd_to_minibatch_max": ALWAYS_PACKED,
+    "router_replay": NO_ROUTER_REPLAY,
+    "use_megatron_fsdp": "strategy=fsdp2 shards parameters",
+    "mbridge_config": OWN_BRIDGE,
     "zero_indexed_step": "the first step of a schedule is step 0",
-    "optim": NO_MEGATRON,
+    "exp_avg_dtype": FLOAT32_STATE,
+    "exp_avg_sq_dtype": FLOAT32_STATE,
+    "main_grads_dtype": FLOAT32_STATE,
+    "use_precision_aware_optimizer": FLOAT32_STATE,
+    "use_layer_wise_distributed_optimizer": NO_MUON,
+    "optim": NO_MUON,
     "qat": NO_QUANTIZED_TRAINING,
     "turbo_config": "the turbo engine is not part of this release",
     "entropy_from_logits_chunk_size": COMPUTED_HEAD,

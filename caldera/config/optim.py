@@ -8,19 +8,17 @@ from typing import Any
 from omegaconf import II
 
 from caldera.config.fields import listed, mapping, nested, option, refused
-from caldera.config.reasons import (
-    COMPUTED_HEAD,
-    DECIDED_BY_ROLE,
-    NO_MEGATRON,
-)
+from caldera.config.reasons import COMPUTED_HEAD, DECIDED_BY_ROLE
 
+LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+LR_WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
 @dataclass
 class OptimizerConfig:
     optimizer: str = "AdamW"
-    """Class name of the optimiser."""
+    """Class name of the optimiser; megatron: adam, which is AdamW, or sgd."""
     optimizer_impl: str = "torch.optim"
     """Module that holds the class."""
     lr: float = option(1e-6, minimum=0)
@@ -35,7 +33,9 @@ class OptimizerConfig:
     """Decoupled weight decay."""
     betas: list[float] = listed(0.9, 0.999)
     """Decay rates of Adam's averages."""
-    clip_grad: float = refused(1.0, "the role's own grad_clip is the bound")
+    clip_grad: float = option(1.0, minimum=0)
+    """megatron: largest gradient norm of an optimiser step; 0: no clipping. The others' key is the
+    role's own grad_clip."""
     min_lr_ratio: float = option(0.0, minimum=0, maximum=1, unit="share of lr")
     """Floor of the cosine schedule."""
     num_cycles: float = option(0.5, unit="cycles")
@@ -46,14 +46,24 @@ class OptimizerConfig:
     """Older name of lr_scheduler_type; wins when set."""
     override_optimizer_config: dict[str, Any] | None = mapping()
     """Further arguments of the optimiser's class."""
-    lr_warmup_init: float = refused(0.0, NO_MEGATRON)
-    lr_decay_steps: int | None = refused(None, NO_MEGATRON)
-    lr_decay_style: str = refused("constant", NO_MEGATRON)
-    min_lr: float = refused(0.0, NO_MEGATRON)
-    weight_decay_incr_style: str = refused("constant", NO_MEGATRON)
-    lr_wsd_decay_style: str = refused("exponential", NO_MEGATRON)
-    lr_wsd_decay_steps: int | None = refused(None, NO_MEGATRON)
-    use_checkpoint_opt_param_scheduler: bool = refused(False, NO_MEGATRON)
+    lr_warmup_init: float = option(0.0, minimum=0)
+    """megatron: learning rate at which the warm-up begins."""
+    lr_decay_steps: int | None = option(None, minimum=1, unit="steps")
+    """megatron: step at which min_lr is reached; null: the last."""
+    lr_decay_style: str = option("constant", choices=LR_DECAY_STYLES)
+    """megatron: shape of the schedule after the warm-up."""
+    min_lr: float = option(0.0, minimum=0)
+    """megatron: learning rate at which the schedule ends."""
+    weight_decay_incr_style: str = refused(
+        "constant", "weight decay begins and ends at weight_decay", met=("linear", "cosine")
+    )
+    lr_wsd_decay_style: str = option("exponential", choices=LR_WSD_DECAY_STYLES)
+    """megatron: shape of the last steps of WSD."""
+    lr_wsd_decay_steps: int | None = option(None, minimum=1, unit="steps")
+    """megatron: last steps of WSD, in which the learning rate falls; required there."""
+    use_checkpoint_opt_param_scheduler: bool = refused(
+        False, "the step of a schedule comes from the checkpoint, its shape from the config"
+    )
 
 
 @dataclass

@@ -13,13 +13,12 @@ from caldera.config.megatron import RewardMegatronConfig
 from caldera.config.profiling import ProfilerConfig
 from caldera.config.reasons import (
     ALWAYS_PACKED,
-    NO_EXPERTS,
     NO_IMAGES,
-    NO_MEGATRON,
     NO_SHARED_MEMORY,
     ONE_REWARD_MANAGER,
     ONE_TIMEOUT,
     SCORED_WHILE_SAMPLING,
+    WEIGHTS_ARE_READ,
 )
 
 NO_LANGUAGE_HEAD = "a reward model has no language head; leave the key out"
@@ -85,7 +84,7 @@ class RewardRolloutConfig:
     free_cache_engine: bool = True
     """Keep the model in host memory while it has nothing to score (on a GPU that it shares)."""
     data_parallel_size: int = refused(1, WHOLE_ON_EACH_RANK)
-    expert_parallel_size: int = refused(1, NO_EXPERTS)
+    expert_parallel_size: int = refused(1, WHOLE_ON_EACH_RANK)
     tensor_model_parallel_size: int = refused(2, WHOLE_ON_EACH_RANK, met=(1,))
     max_num_batched_tokens: int = option(8192, minimum=1, unit="tokens")
     """Tokens of the sequences that are scored together; a longer sequence is scored alone."""
@@ -146,7 +145,7 @@ class RewardModelConfig:
     ulysses_sequence_parallel_size: int = option(1, minimum=1, unit="ranks")
     """Ranks that share the tokens of each micro-batch."""
     nccl_timeout: int = refused(600, ONE_TIMEOUT)
-    load_weight: bool = refused(True, NO_MEGATRON)
+    load_weight: bool = refused(True, WEIGHTS_ARE_READ)
     reward_manager: str = "naive"
     """Name of the reward manager."""
     reward_kwargs: dict[str, Any] = mapping()

@@ -12,15 +12,15 @@ from caldera.config.model import MtpConfig
 from caldera.config.profiling import ProfilerConfig
 from caldera.config.reasons import (
     NO_AGENTS,
-    NO_EXPERTS,
-    NO_MEGATRON,
     NO_OTHER_SAMPLER,
     NO_PROMETHEUS,
+    NO_ROUTER_REPLAY,
     NO_TRACE,
     NO_TRANSFER,
     ONE_DEVICE,
 )
 
+NAMED_BY_MODEL = "weights go to samplers under Hugging Face's names"
 QUANTIZED = "samplers use the trainer's weights, which are not quantised"
 
 
@@ -92,8 +92,8 @@ class PrometheusConfig:
 
 @dataclass
 class LayerNameMap:
-    qkv_layer_name: str = refused("qkv", NO_MEGATRON)
-    gate_proj_layer_name: str = refused("gate_up", NO_MEGATRON)
+    qkv_layer_name: str = refused("qkv", NAMED_BY_MODEL)
+    gate_proj_layer_name: str = refused("gate_up", NAMED_BY_MODEL)
 
 
 @dataclass
@@ -170,7 +170,7 @@ class RolloutConfig:
         "/tmp/rollout_dump", "answers are sampled anew", met=("~/.verl/rollout_dump",)
     )
     skip_tokenizer_init: bool = refused(True, NO_OTHER_SAMPLER)
-    enable_rollout_routing_replay: bool = refused(False, NO_EXPERTS)
+    enable_rollout_routing_replay: bool = refused(False, NO_ROUTER_REPLAY)
     quantization: str | None = refused(None, QUANTIZED)
     quantization_config_file: str | None = refused(None, QUANTIZED)
     engine_kwargs: dict[str, Any] = mapping(vllm={}, sglang={}, trtllm={})

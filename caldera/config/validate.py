@@ -16,6 +16,7 @@ from caldera.config.optim import CONTENTS, CheckpointConfig, FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.config.reward_checks import check_reward_model
 from caldera.config.rollout_presets import check_rollout_correction, rollout_correction_preset
+from caldera.config.strategies import check_strategies
 from caldera.errors import ConfigError, UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ def check_consistency(config: PPOTrainerConfig) -> None:
     _check_precision(config)
     _check_lists(config)
     _check_followers(config)
+    check_strategies(config)
     check_batches(config)
     _check_sampling(config)
     _check_correction(config)  # before the algorithm's: it applies the preset
@@ -75,18 +77,6 @@ def check_layout(group: str, checkpoint: CheckpointConfig) -> None:
 
 
 def _check_world(config: PPOTrainerConfig) -> None:
-    strategies = {
-        "actor_rollout_ref.actor.strategy": config.actor_rollout_ref.actor.strategy,
-        "actor_rollout_ref.ref.strategy": config.actor_rollout_ref.ref.strategy,
-        "critic.strategy": config.critic.strategy,
-    }
-    if config.reward_model.enable:
-        strategies["reward_model.strategy"] = config.reward_model.strategy
-    for key, strategy in strategies.items():
-        if strategy == "megatron":
-            raise UnsupportedError(
-                f"{key}='megatron' is not part of this release; takes local, fsdp, fsdp2"
-            )
     trainer = config.trainer
     if trainer.nnodes > 1 and trainer.worker_group == "local":
         raise ConfigError(
@@ -112,7 +102,8 @@ def _without_nulls(extra: dict[str, Any]) -> dict[str, Any]:
 
 def _check_precision(config: PPOTrainerConfig) -> None:
     for key, memory in memories(config).items():
-        check_dtypes(key, memory)
+        if isinstance(memory, FSDPConfig):
+            check_dtypes(key, memory)
 
 
 def check_dtypes(group: str, memory: FSDPConfig) -> None:

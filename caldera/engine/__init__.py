@@ -15,6 +15,7 @@ from caldera.engine.base import (
 from caldera.engine.fsdp1 import Fsdp1Layout
 from caldera.engine.fsdp2 import Fsdp2Layout
 from caldera.engine.local import LocalEngine
+from caldera.engine.megatron import build_megatron
 
 __all__ = [
     "ENGINES",
@@ -28,4 +29,5 @@ __all__ = [
     "LossFn",
     "OutputName",
     "Outputs",
+    "build_megatron",
 ]

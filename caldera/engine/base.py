@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from caldera.config import CheckpointConfig, FSDPConfig, OptimizerConfig
+from caldera.config.megatron import MegatronConfig
 from caldera.core_algos import LossScale
 from caldera.engine.packing import PackedRows
 from caldera.models.flops import Arithmetic
@@ -84,6 +85,8 @@ class EngineOptions:
     activation_offload: bool = False
     compiles: bool = False
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    megatron: MegatronConfig | None = None
+    """How Megatron lays the model out; it decides there what `memory` decides elsewhere."""
 
 
 class Engine(ABC):

@@ -25,7 +25,15 @@ from caldera.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from caldera.workers.building import build_engine, compiles, register_mesh, save_role
+from caldera.workers.building import (
+    build_engine,
+    compiles,
+    largest_norm,
+    megatron_of,
+    memory_of,
+    register_mesh,
+    save_role,
+)
 from caldera.workers.inputs import MASKED_ANSWERS, POLICY_LOSS, PROMPTS, REWARD_ROWS
 from caldera.workers.losses import policy_loss
 from caldera.workers.phases import mfu_timer, on_device
@@ -60,12 +68,12 @@ class ActorRolloutRefWorker(Worker):
     def init_model(self) -> None:
         """Load the weights, build the engine, the sampler and the reference."""
         model, actor = self.config.model, self.config.actor
-        memory = actor.fsdp_config
+        memory = self._memory()
         options = EngineOptions(
-            memory, actor.optim, actor.grad_clip, actor.ulysses_sequence_parallel_size,
+            memory, actor.optim, largest_norm(actor), actor.ulysses_sequence_parallel_size,
             model.enable_gradient_checkpointing, model.enable_activation_offload,
             compiles(self.device, actor.use_torch_compile, memory.use_torch_compile),
-            actor.checkpoint,
+            actor.checkpoint, megatron=megatron_of(actor.strategy, actor.megatron),
         )  # fmt: skip
         self.actor = build_engine(actor.strategy, self._policy(memory), self.device, options)
         register_mesh(self, "actor", self.actor)
@@ -175,7 +183,7 @@ class ActorRolloutRefWorker(Worker):
 
     def _build_rollout(self) -> Rollout:
         """A sampler on the actor's own module, or on a copy where the precision differs."""
-        config, memory = self.config.rollout, self.config.actor.fsdp_config
+        config, memory = self.config.rollout, self._memory()
         module = self.actor.module
         dtype = DTYPES[config.dtype or memory.model_dtype]
         if not self.actor.is_whole or dtype != DTYPES[memory.model_dtype]:
@@ -191,10 +199,11 @@ class ActorRolloutRefWorker(Worker):
         if self.config.model.has_adapter:
             return self.actor
         ref = self.config.ref
-        memory = ref.fsdp_config
+        memory = memory_of(ref.strategy, ref.fsdp_config, ref.megatron, self.device)
         options = EngineOptions(
             memory, sequence_parallel=ref.ulysses_sequence_parallel_size,
             compiles=compiles(self.device, ref.use_torch_compile, memory.use_torch_compile),
+            megatron=megatron_of(ref.strategy, ref.megatron),
         )  # fmt: skip
         engine = build_engine(ref.strategy, self._policy(memory), self.device, options)
         if engine.shared_tokens != self.actor.shared_tokens or engine.sharers != self.actor.sharers:
@@ -205,6 +214,10 @@ class ActorRolloutRefWorker(Worker):
             )
         engine.offload()
         return engine
+
+    def _memory(self) -> FSDPConfig:
+        actor = self.config.actor
+        return memory_of(actor.strategy, actor.fsdp_config, actor.megatron, self.device)
 
     def _policy(self, memory: FSDPConfig) -> Callable[[bool], Built]:
         dtype = DTYPES[memory.model_dtype]

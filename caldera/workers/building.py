@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from caldera.config import CheckpointConfig, ModelConfig
+from caldera.config import (
+    ActorConfig,
+    CheckpointConfig,
+    CriticConfig,
+    FSDPConfig,
+    MegatronConfig,
+    ModelConfig,
+)
+from caldera.config.strategies import MEGATRON
 from caldera.data import hf_tokenizer
 from caldera.engine import ENGINES, Engine, EngineOptions
 from caldera.models.forward import base_module
@@ -28,19 +36,43 @@ def build_engine(
     """The engine of a strategy; `build` makes the module, without its weights if told so.
 
     One process alone has nothing to shard: fsdp and fsdp2 are `local` there, unless parameters are
-    to stay on the host while it computes on the device.
+    to stay on the host while it computes on the device. Megatron has layers of its own, even there.
     """
-    is_sharded = strategy in SHARDING
-    if is_sharded and _ranks() == 1:
-        if options.memory.offload_policy:
-            _join_alone()
-        else:
-            strategy, is_sharded = "local", False
-    built = build(is_sharded)
+    is_alone = _ranks() == 1
+    if strategy in SHARDING and is_alone and not options.memory.offload_policy:
+        strategy = "local"
+    is_empty = strategy in (*SHARDING, MEGATRON)
+    if is_empty and is_alone:
+        _join_alone()
+    built = build(is_empty)
     engine = ENGINES[strategy](built.module, built.source, device, options)
     if _ranks() > 1:  # a process of its own, whose generators nobody has seeded
         _seed_everything(derive_seed(options.memory.seed, "rank", engine.dp_rank))
     return engine
+
+
+def memory_of(
+    strategy: str, memory: FSDPConfig, megatron: MegatronConfig, device: torch.device
+) -> FSDPConfig:
+    """Precision, seed and memory of a role's model: Megatron's keys say them in other words."""
+    if strategy != MEGATRON:
+        return memory
+    dtype = megatron.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    return FSDPConfig(
+        param_offload=megatron.param_offload, optimizer_offload=megatron.optimizer_offload,
+        model_dtype="bf16" if dtype == "bfloat16" else "fp32", dtype=dtype, seed=megatron.seed,
+        use_torch_compile=False,
+    )  # fmt: skip
+
+
+def megatron_of(strategy: str, megatron: MegatronConfig) -> MegatronConfig | None:
+    """What the engine is told of Megatron: nothing, where it is another one."""
+    return megatron if strategy == MEGATRON else None
+
+
+def largest_norm(role: ActorConfig | CriticConfig) -> float:
+    """Bound of a role's gradient norm: Megatron's key is the optimiser's."""
+    return role.optim.clip_grad if role.strategy == MEGATRON else role.grad_clip
 
 
 def compiles(device: torch.device, *switches: bool) -> bool:
@@ -58,7 +90,7 @@ def _ranks() -> int:
 
 
 def _join_alone() -> None:
-    """A process group of this process alone, which FSDP asks for."""
+    """A process group of this process alone, which FSDP and Megatron ask for."""
     if not dist.is_initialized():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",

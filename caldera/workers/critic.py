@@ -17,7 +17,15 @@ from caldera.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from caldera.workers.building import build_engine, compiles, register_mesh, save_role
+from caldera.workers.building import (
+    build_engine,
+    compiles,
+    largest_norm,
+    megatron_of,
+    memory_of,
+    register_mesh,
+    save_role,
+)
 from caldera.workers.inputs import MASKED_ANSWERS, VALUE_LOSS
 from caldera.workers.losses import value_loss
 from caldera.workers.phases import on_device
@@ -37,12 +45,14 @@ class CriticWorker(Worker):
     def init_model(self) -> None:
         """Load the weights and build the engine."""
         config = self.config
-        model, memory = config.model, config.model.fsdp_config
+        model = config.model
+        memory = memory_of(config.strategy, model.fsdp_config, config.megatron, self.device)
         dtype = DTYPES[memory.model_dtype]
         options = EngineOptions(
-            memory, config.optim, config.grad_clip, config.ulysses_sequence_parallel_size,
+            memory, config.optim, largest_norm(config), config.ulysses_sequence_parallel_size,
             model.enable_gradient_checkpointing, model.enable_activation_offload,
             compiles(self.device, memory.use_torch_compile), config.checkpoint,
+            megatron=megatron_of(config.strategy, config.megatron),
         )  # fmt: skip
         build = partial(build_value_model, model, dtype, memory.seed, "critic.model")
         self.engine = build_engine(config.strategy, build, self.device, options)

@@ -20,7 +20,13 @@ from caldera.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from caldera.workers.building import build_engine, compiles, register_mesh
+from caldera.workers.building import (
+    build_engine,
+    compiles,
+    megatron_of,
+    memory_of,
+    register_mesh,
+)
 from caldera.workers.http_server import own_address
 from caldera.workers.inputs import CONVERSATIONS
 from caldera.workers.phases import on_device
@@ -45,14 +51,16 @@ class RewardModelWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the weights and build the engine."""
-        config, memory = self.config, self._memory()
+        config = self.config
+        strategy = "local" if config.is_served else config.strategy
+        memory = memory_of(strategy, self._memory(), config.megatron, self.device)
         options = EngineOptions(
             memory, sequence_parallel=config.ulysses_sequence_parallel_size,
-            compiles=compiles(self.device),
+            compiles=compiles(self.device, memory.use_torch_compile),
+            megatron=megatron_of(strategy, config.megatron),
         )  # fmt: skip
         dtype = DTYPES[memory.model_dtype]
         build = partial(build_reward_model, config.model, dtype, "reward_model.model")
-        strategy = "local" if config.is_served else config.strategy
         self.engine = build_engine(strategy, build, self.device, options)
         register_mesh(self, "reward", self.engine)
         if not config.is_served:
@@ -60,6 +68,7 @@ class RewardModelWorker(Worker):
         self.engine.offload()
 
     def _memory(self) -> FSDPConfig:
+        """What the keys say, in the precision of the device."""
         config, on_gpu = self.config, self.device.type == "cuda"
         given = config.model.fsdp_config
         return FSDPConfig(

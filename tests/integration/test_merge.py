@@ -344,7 +344,7 @@ def test_what_is_refused(tmp_path: Path, capsys: Any) -> None:
         return found
 
     common = ("--local-dir", source, "--target-dir", out)
-    assert "--backend=megatron: takes fsdp" in told(*common, "--backend", "megatron")
+    assert "--backend=fsdp3: takes fsdp, megatron" in told(*common, "--backend", "fsdp3")
     assert "--hf-upload-path=me/it: nothing is uploaded" in told(*common, "--hf_upload_path=me/it")
     assert "needs --target-dir" in told("--local-dir", source)
     assert "needs --test-hf-dir" in told("test", "--local-dir", source)

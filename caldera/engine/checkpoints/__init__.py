@@ -6,8 +6,20 @@ Two layouts on disk: that of torch.distributed.checkpoint (`dist`), and one file
 from __future__ import annotations
 
 from caldera.engine.checkpoints.classic import load_classic, save_classic
-from caldera.engine.checkpoints.distributed import PendingSave, load_distributed, save_distributed
-from caldera.engine.checkpoints.whole import Stored, StoredModel, layout_of, load, read_whole
+from caldera.engine.checkpoints.distributed import (
+    PendingSave,
+    load_distributed,
+    save_distributed,
+    save_named,
+)
+from caldera.engine.checkpoints.whole import (
+    Stored,
+    StoredModel,
+    layout_of,
+    load,
+    open_folder,
+    read_whole,
+)
 
 __all__ = [
     "PendingSave",
@@ -17,7 +29,9 @@ __all__ = [
     "load",
     "load_classic",
     "load_distributed",
+    "open_folder",
     "read_whole",
     "save_classic",
     "save_distributed",
+    "save_named",
 ]

@@ -10,7 +10,7 @@ Where nothing is split, rank 0 writes plain tensors as the one rank of W = 1.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,14 @@ def load_classic(
     load_parts(root, optimizer, reader, folder, wanted, prefix)
 
 
+def open_classic(folder: Path, contents: Collection[str], trained: Sequence[str]) -> ClassicReader:
+    """The folder for a model that is no root; `trained` are its parameters, in its order."""
+    ranks = _ranks_with_flat_pieces(folder) if "optimizer" in contents else None
+    if ranks is not None:
+        raise _flat_pieces(folder, ranks)
+    return ClassicReader(folder, contents, trained)
+
+
 def _numbered(state: OptimizerState, ranks: int) -> dict[str, Any]:
     """As an optimiser's own state_dict, which numbers parameters; their names stand beside."""
     numbers: dict[str, int] = {}
@@ -128,23 +136,33 @@ def _load_flat_pieces(root: nn.Module, optimizer: Optimizer, folder: Path) -> bo
     FullyShardedDataParallel's own state has neither names nor shapes: it fits the same number of
     ranks, wrapped in the same way, and nothing else.
     """
-    ranks = ranks_of(folder)
-    if ranks is None or ranks == 1 or not file_of(folder, "optim", 0, ranks).is_file():
-        return False
-    if not has_flat_pieces(read_file(file_of(folder, "optim", 0, ranks))):
+    ranks = _ranks_with_flat_pieces(folder)
+    if ranks is None:
         return False
     own = None
     if has_peers() and dist.get_world_size() == ranks:
         own = read_file(file_of(folder, "optim", dist.get_rank(), ranks))
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     if own is None or not is_wrapped(root) or not _fits(own["state"], parameters):
-        raise CheckpointError(
-            f"{folder}: the optimiser's files hold pieces of flattened parameters, which only "
-            f"strategy=fsdp on {ranks} ranks with the same wrapping can read; without optimizer in "
-            "checkpoint.load_contents the optimiser starts anew"
-        )
+        raise _flat_pieces(folder, ranks)
     optimizer.load_state_dict(own)
     return True
+
+
+def _ranks_with_flat_pieces(folder: Path) -> int | None:
+    """How many wrote such files; None if these are others."""
+    ranks = ranks_of(folder)
+    if ranks is None or ranks == 1 or not file_of(folder, "optim", 0, ranks).is_file():
+        return None
+    return ranks if has_flat_pieces(read_file(file_of(folder, "optim", 0, ranks))) else None
+
+
+def _flat_pieces(folder: Path, ranks: int) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: the optimiser's files hold pieces of flattened parameters, which only "
+        f"strategy=fsdp on {ranks} ranks with the same wrapping can read; without optimizer in "
+        "checkpoint.load_contents the optimiser starts anew"
+    )
 
 
 def _fits(state: dict[int, dict[str, Any]], parameters: list[Tensor]) -> bool:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.optim import Optimizer
 
 from caldera.engine.checkpoints.loading import load_parts
-from caldera.engine.checkpoints.parts import model_tensors, optimizer_state
+from caldera.engine.checkpoints.parts import OptimizerState, model_tensors, optimizer_state
 from caldera.engine.checkpoints.storage import flat_model, flat_optimizer, has_peers, write
 
 FOLDER = "dist_ckpt"
@@ -61,20 +60,37 @@ def save_distributed(
     `prefix` is where the module is in the root: names in files have none. `asynchronous` copies
     the state to the CPU's memory and writes it while training goes on.
     """
-    state: dict[str, Any] = {}
-    if "model" in contents:
-        state |= flat_model(model_tensors(root, prefix))
+    tensors = model_tensors(root, prefix) if "model" in contents else None
+    kept = None
     if "optimizer" in contents and optimizer is not None:
-        state |= flat_optimizer(optimizer_state(root, optimizer, prefix))
-    if not state:
+        kept = optimizer_state(root, optimizer, prefix)
+    return save_named(tensors, kept, folder, asynchronous)
+
+
+def save_named(
+    tensors: dict[str, Tensor] | None,
+    kept: OptimizerState | None,
+    folder: Path,
+    asynchronous: bool = False,
+    are_copies: bool = False,
+) -> PendingSave:
+    """Write a model's tensors and what its optimiser keeps; to be called by every rank.
+
+    Ranks may have different tensors, or parts of the same ones. None is what nobody has.
+    `are_copies`: the tensors are in the CPU's memory, and nobody else has them.
+    """
+    if tensors is None and kept is None:
         return PendingSave()
+    state = flat_model(tensors or {})
+    if kept is not None:
+        state |= flat_optimizer(kept)
     writer = FileSystemWriter(folder / FOLDER)
     if not asynchronous:
         write(state, writer, None)
         return PendingSave()
     # Of its own, for what the ranks tell each other must not mix with what training does.
     group = dist.new_group(backend="gloo") if has_peers() else None
-    staged = writer.stage(state)
+    staged = state if are_copies else writer.stage(state)
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     written = thread.submit(write, staged, writer, group)
     thread.shutdown(wait=False)

@@ -29,6 +29,7 @@ from caldera.engine.checkpoints.storage import (
     VALUES,
     flat_model,
     read,
+    read_alone,
     stored_metadata,
     stored_under,
 )
@@ -50,7 +51,7 @@ def load_parts(
     metadata = stored_metadata(reader, folder)
     tensors = model_tensors(root, prefix)
     if "model" in contents:
-        _check_model(tensors, metadata, folder)
+        check_model(tensors, metadata, folder)
         read(flat_model(tensors), reader, folder)
         restore_model(root, tensors, prefix)
     if "optimizer" in contents and optimizer is not None:
@@ -59,7 +60,8 @@ def load_parts(
         restore_optimizer(root, optimizer, state, prefix)
 
 
-def _check_model(tensors: dict[str, Tensor], metadata: Metadata, folder: Path) -> None:
+def check_model(tensors: dict[str, Tensor], metadata: Metadata, folder: Path) -> None:
+    """Complain unless the folder holds tensors of these names and shapes."""
     stored = stored_under(MODEL, metadata)
     if not stored:
         raise CheckpointError(
@@ -91,14 +93,7 @@ def _optimizer_state(
     flattens: bool,
 ) -> OptimizerState:
     """What the folder holds of the optimiser, split among the ranks as the parameters are."""
-    if GROUPS not in metadata.state_dict_metadata:
-        raise CheckpointError(
-            f"{folder} holds no optimiser: checkpoint.save_contents left it out, "
-            "checkpoint.load_contents has to do so too"
-        )
-    plain: dict[str, Any] = {GROUPS: None, VALUES: None}
-    read(plain, reader, folder)
-    _check_groups(names, plain[GROUPS], folder)
+    plain = read_plain_state(names, reader, metadata, folder)
     values: dict[str, dict[str, Any]] = {}
     targets: dict[str, Any] = {}
     for key, stored in stored_under(STATE, metadata).items():
@@ -111,9 +106,27 @@ def _optimizer_state(
             )
         targets[STATE + key] = values.setdefault(name, {})[kept] = _empty(stored, like)
     read(targets, reader, folder)
-    for name, kept_values in plain[VALUES].items():
+    for name, kept_values in plain.values.items():
         values.setdefault(name, {}).update(kept_values)
-    return OptimizerState(plain[GROUPS], values)
+    return OptimizerState(plain.groups, values)
+
+
+def read_plain_state(
+    names: list[list[str]], reader: StorageReader, metadata: Metadata, folder: Path
+) -> OptimizerState:
+    """What the folder holds of the optimiser but for its tensors.
+
+    Complains unless it trains the parameters with these names, which are those of each group.
+    """
+    if GROUPS not in metadata.state_dict_metadata:
+        raise CheckpointError(
+            f"{folder} holds no optimiser: checkpoint.save_contents left it out, "
+            "checkpoint.load_contents has to do so too"
+        )
+    plain: dict[str, Any] = {GROUPS: None, VALUES: None}
+    read_alone(plain, reader, metadata, folder)
+    _check_groups(names, plain[GROUPS], folder)
+    return OptimizerState(plain[GROUPS], plain[VALUES])
 
 
 def _check_groups(names: list[list[str]], groups: list[dict[str, Any]], folder: Path) -> None:

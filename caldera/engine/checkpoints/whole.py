@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
-from caldera.engine.checkpoints.classic import load_classic
+from caldera.engine.checkpoints.classic import load_classic, open_classic
 from caldera.engine.checkpoints.classic_files import ClassicReader, ranks_of
 from caldera.engine.checkpoints.distributed import FOLDER, load_distributed
 from caldera.engine.checkpoints.storage import MODEL, read_alone, stored_metadata, stored_under
@@ -55,6 +55,13 @@ def load(
     if "model" in contents or ("optimizer" in contents and optimizer is not None):
         chosen = load_distributed if layout_of(folder) == "dist" else load_classic
         chosen(root, optimizer, folder, contents, prefix)
+
+
+def open_folder(folder: Path, contents: Collection[str], trained: Sequence[str]) -> StorageReader:
+    """The folder's tensors, whatever its layout; `trained` are the names of the parameters."""
+    if layout_of(folder) == "dist":
+        return FileSystemReader(folder / FOLDER)
+    return open_classic(folder, contents, trained)
 
 
 class StoredModel:

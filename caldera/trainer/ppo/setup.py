@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -17,13 +18,14 @@ from caldera.config import (
     resolve_for_machine,
     uses_ray,
 )
+from caldera.config.strategies import roles
 from caldera.data import (
     create_rl_dataset,
     create_train_loader,
     create_val_loader,
     hf_tokenizer,
 )
-from caldera.errors import WorkerError
+from caldera.errors import ConfigError, WorkerError
 from caldera.models.loading import import_external
 from caldera.reward import StreamingScorer, load_reward_manager, streams
 from caldera.single_controller import ClassWithInitArgs, ResourcePoolManager, Role
@@ -53,6 +55,7 @@ def run(config: PPOTrainerConfig) -> None:
         run_on_ray(config, settle, build_and_fit)
     else:
         settle(config, torch.cuda.device_count())
+        check_installed(config)
         build_and_fit(config, make_groups_for(config))
 
 
@@ -61,6 +64,15 @@ def settle(config: PPOTrainerConfig, gpus: int) -> None:
     chosen = resolve_for_machine(config, gpus)
     if chosen:
         logger.info("chosen for this machine: %s", ", ".join(chosen))
+
+
+def check_installed(config: PPOTrainerConfig) -> None:
+    """What the workers of this machine are going to import is there."""
+    users = [role.name for role in roles(config).values() if role.is_megatron and role.is_needed]
+    if users and (find_spec("megatron") is None or find_spec("megatron.core") is None):
+        raise ConfigError(
+            f"{users[0]}.strategy='megatron' needs megatron-core: pip install 'caldera[megatron]'"
+        )
 
 
 def build_and_fit(config: PPOTrainerConfig, make_groups: MakeGroups) -> None:

@@ -83,6 +83,26 @@ actor_rollout_ref.actor.state_masking=true
 algorithm.state_masking.start_state_marker="<information>"
 algorithm.state_masking.end_state_marker="</information>"
 """
+MEGATRON = """
+trainer.n_gpus_per_node=8 data.train_batch_size=64
+actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2
+actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2
+actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2
+actor_rollout_ref.actor.megatron.context_parallel_size=2
+actor_rollout_ref.actor.megatron.param_offload=True
+actor_rollout_ref.actor.megatron.grad_offload=True
+actor_rollout_ref.actor.megatron.optimizer_offload=True
+actor_rollout_ref.actor.megatron.use_mbridge=True
+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full
+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_method=uniform
+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_num_layers=1
+actor_rollout_ref.actor.optim.lr_decay_style=cosine actor_rollout_ref.actor.optim.min_lr=1e-7
+actor_rollout_ref.actor.optim.lr_warmup_init=1e-8 actor_rollout_ref.actor.optim.clip_grad=0.5
+actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2
+actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=2
+critic.megatron.tensor_model_parallel_size=2 critic.megatron.pipeline_model_parallel_size=2
+critic.megatron.virtual_pipeline_model_parallel_size=2 critic.megatron.context_parallel_size=2
+"""
 GENERATION = """
 model.path=/m data.path=/d/test.parquet data.prompt_key=prompt data.n_samples=5
 data.output_path=out.parquet data.batch_size=128 rollout.temperature=1.0 rollout.top_k=50
@@ -110,9 +130,8 @@ LINES = {
         "part of this release",
     ),
     "Megatron": Line(
-        PPO,
-        "actor_rollout_ref.actor.strategy='megatron' is not part of this release; takes local, "
-        "fsdp, fsdp2",
+        PPO.replace("trainer.n_gpus_per_node=1", "").replace("data.train_batch_size=16", "")
+        + MEGATRON,
         config_name="ppo_megatron_trainer",
     ),
     "generation": Line(GENERATION, schema=GenerationConfig, config_name="generation"),

@@ -56,15 +56,6 @@ def test_a_pool_for_the_reward_model_needs_a_node(load: Load) -> None:
         load(*pool, "reward_model.micro_batch_size_per_gpu=4")
 
 
-@pytest.mark.parametrize(
-    "key", [f"{ACTOR}.strategy", "actor_rollout_ref.ref.strategy", "critic.strategy"]
-)
-def test_megatron_is_refused(load: Load, key: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"'megatron' is not part of this release"):
-        load(f"{key}=megatron")
-    load(f"{key}=fsdp2")
-
-
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_other_samplers_are_refused(load: Load, name: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"^{ROLLOUT}\.name='{name}'.*takes native, hf$"):

@@ -20,18 +20,28 @@ from verl_facts import (
     verl_defaults,
 )
 
-from caldera.config import PPOTrainerConfig, compose_config, load_config
-from caldera.config.fields import check_values
+from caldera.config import load_config
 from caldera.config.migrate import is_target
-from caldera.errors import ConfigError, UnsupportedError
+from caldera.errors import ConfigError
 
 FROM_MACHINE = "chosen from the machine"
 NO_MODEL = "there is no default model; the user names one"
 NO_DATA = "there is no default data; the user names it"
 ONE_DEVICE = "sampling runs on one device"
 PACKED = "sequences are always packed without padding"
-NO_MOE = "a free dictionary that starts empty; mixtures of experts are not part of this release"
+TWO_GROUPS = "a free dictionary that starts empty; both groups may be given"
 ROWS_ARE_READY = "rows of text are ready sooner than worker processes are"
+
+MORE_KEYS = "two more keys, which are refused"
+OVERRIDES = {
+    "recompute_granularity": None,
+    "recompute_modules": ["core_attn"],
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "attention_backend": "flash",
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+}
 
 EVERYWHERE: dict[str, tuple[Any, str]] = {
     "data.train_files": (None, NO_DATA),
@@ -69,11 +79,20 @@ DIFFERENT: dict[str, dict[str, tuple[Any, str]]] = {
     },
     "ppo_megatron_trainer": {
         **EVERYWHERE,
+        "actor_rollout_ref.actor.megatron.dtype": (None, FROM_MACHINE),
+        "actor_rollout_ref.ref.megatron.dtype": (None, FROM_MACHINE),
+        "actor_rollout_ref.ref.megatron.override_transformer_config": (OVERRIDES, MORE_KEYS),
+        "reward_model.megatron.override_transformer_config": (OVERRIDES, MORE_KEYS),
+        "critic.megatron.dtype": (None, FROM_MACHINE),
+        "reward_model.megatron.dtype": (None, FROM_MACHINE),
         "actor_rollout_ref.model.use_remove_padding": (True, PACKED),
-        "actor_rollout_ref.model.override_config.model_config": (ABSENT, NO_MOE),
-        "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router": (ABSENT, NO_MOE),
-        "critic.model.override_config.model_config": (ABSENT, NO_MOE),
-        "critic.model.override_config.moe_config.freeze_moe_router": (ABSENT, NO_MOE),
+        "actor_rollout_ref.model.override_config.model_config": (ABSENT, TWO_GROUPS),
+        "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router": (
+            ABSENT,
+            TWO_GROUPS,
+        ),
+        "critic.model.override_config.model_config": (ABSENT, TWO_GROUPS),
+        "critic.model.override_config.moe_config.freeze_moe_router": (ABSENT, TWO_GROUPS),
     },
 }
 """Keys whose default is not verl's -> (the default here, why)."""
@@ -111,14 +130,16 @@ def test_every_default_of_verls_may_be_given(required: list[str]) -> None:
 
 
 def test_every_megatron_default_of_verls_may_be_given(required: list[str]) -> None:
-    """All of them are read; the strategy alone is then refused."""
-    overrides = _defaults_as_overrides("ppo_megatron_trainer")
-    assert len(overrides) == 608 - len(DIFFERENT["ppo_megatron_trainer"])
-    arguments = [*overrides, *required]
-    check_values(compose_config(arguments, "ppo_megatron_trainer", None, PPOTrainerConfig))
-    strategy = r"^actor_rollout_ref\.actor\.strategy='megatron' is not part of this release"
-    with pytest.raises(UnsupportedError, match=strategy):
-        load_config(overrides[:1] + required, "ppo_megatron_trainer")
+    name = "ppo_megatron_trainer"
+    overrides = _defaults_as_overrides(name)
+    assert len(overrides) == 608 - len(DIFFERENT[name])
+    assert _refusals(overrides, required, name) == {}
+    stated = [key for key, (_, why) in DIFFERENT[name].items() if why == TWO_GROUPS]
+    values = dict(verl_defaults("classic", name))
+    stated += [key for key, (_, why) in DIFFERENT[name].items() if why == MORE_KEYS]
+    given = [as_override(key, values[key]) for key in stated]
+    assert len(given) == 6
+    assert load_config([*given, *required], name) == load_config(required, name)
 
 
 def _defaults_as_overrides(name: str) -> list[str]:
@@ -127,21 +148,30 @@ def _defaults_as_overrides(name: str) -> list[str]:
     return [as_override(key, values[key]) for key in values if key not in DIFFERENT[name]]
 
 
-def _refusals(overrides: Sequence[str], required: list[str]) -> dict[str, str]:
+def _refusals(
+    overrides: Sequence[str], required: list[str], name: str = "ppo_trainer"
+) -> dict[str, str]:
     """The overrides that do not load, with what is said of them."""
     try:
-        load_config([*overrides, *required])
+        load_config([*overrides, *required], name)
     except ConfigError as error:
         if len(overrides) == 1:
             return {overrides[0]: str(error)}
         half = len(overrides) // 2
-        return _refusals(overrides[:half], required) | _refusals(overrides[half:], required)
+        return _refusals(overrides[:half], required, name) | _refusals(
+            overrides[half:], required, name
+        )
     return {}
 
 
-def test_a_copy_of_verls_own_file_loads(tmp_path: Path, required: list[str]) -> None:
+@pytest.mark.parametrize("name", FILES)
+def test_a_copy_of_verls_own_file_loads(tmp_path: Path, required: list[str], name: str) -> None:
     """With its references between keys, and between groups."""
-    values = facts("classic", "ppo_trainer")
-    kept = {key: value for key, value in values.items() if key not in DIFFERENT["ppo_trainer"]}
+    values = facts("classic", name)
+    kept = {
+        key: value
+        for key, value in values.items()
+        if key not in DIFFERENT[name] or DIFFERENT[name][key][1] == MORE_KEYS
+    }
     (tmp_path / "verls.yaml").write_text(OmegaConf.to_yaml(tree_of(kept)))
-    assert load_config(required, "verls", str(tmp_path)) == load_config(required)
+    assert load_config(required, "verls", str(tmp_path)) == load_config(required, name)

@@ -329,7 +329,7 @@ def test_weights_are_exported_under_their_names(make_engine: Make) -> None:
 
 
 def test_the_registry_has_it() -> None:
-    assert ENGINES.names() == ["fsdp", "fsdp2", "local"]
+    assert ENGINES.names() == ["fsdp", "fsdp2", "local", "megatron"]
 
 
 def test_a_weight_that_the_head_shares_is_no_part_of_its_own(tiny_model: Build) -> None:

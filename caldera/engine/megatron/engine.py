@@ -1,0 +1,291 @@
+"""The Megatron engine: tensor, pipeline, context and expert parallel training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from torch import Tensor, nn
+
+from caldera.core_algos import LossScale
+from caldera.engine.base import (
+    Engine,
+    EngineOptions,
+    ForwardPlan,
+    FrozenStates,
+    LossFn,
+    Outputs,
+)
+from caldera.engine.megatron.checkpoint import MegatronCheckpoint
+from caldera.engine.megatron.cpu import stand_ins
+from caldera.engine.megatron.groups import arrange
+from caldera.engine.megatron.memory import Parking
+from caldera.engine.megatron.names import find_pieces
+from caldera.engine.megatron.optim import Optimizer
+from caldera.engine.megatron.outputs import find_outputs
+from caldera.engine.megatron.packing import MicroBatch, cut, pack
+from caldera.engine.megatron.schedule import infer_all, train_all
+from caldera.engine.megatron.shape import transformer_config
+from caldera.engine.megatron.stage import Stage
+from caldera.engine.megatron.weights import Shard, Weights
+from caldera.engine.packing import PackedRows
+from caldera.errors import UnsupportedError
+from caldera.models.flops import Arithmetic
+from caldera.models.forward import base_module
+from caldera.models.fresh import WeightSource
+from caldera.models.loading import DTYPES
+from caldera.models.transfer import send
+from caldera.protocol import DataProto, tensors_of
+
+
+class MegatronEngine(Engine):
+    """Each rank holds some stages of the model, and of their matrices some rows or columns."""
+
+    is_whole = False
+
+    def __init__(
+        self, module: nn.Module, source: WeightSource, device: torch.device, options: EngineOptions
+    ) -> None:
+        """`module` has no values; it tells the model's config and the names of its tensors."""
+        assert options.megatron is not None, "the worker hands over the role's megatron keys"
+        model = base_module(module)
+        if model is not module:
+            raise UnsupportedError("strategy=megatron with a LoRA adapter: strategy=fsdp2 can")
+        self.module = module
+        self.device = device
+        self.arithmetic = Arithmetic.of(module)
+        self.version = 0
+        self._megatron = options.megatron
+        default = "bfloat16" if device.type == "cuda" else "float32"
+        self._dtype = DTYPES[options.megatron.dtype or default]
+        with stand_ins(device):
+            self.places = places = arrange(options.megatron)
+            self._config = transformer_config(model.config, options, device, self._dtype)
+            self._stages = [
+                Stage(self._config, model, places, number).to(device)
+                for number in range(places.virtual_stages)
+            ]
+        self.dp_rank, self.dp_size = places.dp_rank, places.dp_size
+        self.is_spokesman, self.sharers = places.is_spokesman, places.sharers
+        self.shared_tokens = places.sequence.size
+        self.weights = Weights(find_pieces(self._stages, model, places), model, places)
+        self.weights.fill(source)
+        self.optimizer: Optimizer | None = None
+        self._wrapped: list[nn.Module] = list(self._stages)
+        self._parameters, self._gradients, self._state = Parking(), Parking(), Parking()
+        if options.optim is None:
+            for stage in self._stages:
+                stage.requires_grad_(False)
+        else:
+            with stand_ins(device):
+                self._prepare_training(options)
+        for stage in self._wrapped:
+            stage.eval()
+        self._checkpoint = MegatronCheckpoint(
+            module, self.weights, self.optimizer, places, options.checkpoint
+        )
+
+    def _prepare_training(self, options: EngineOptions) -> None:
+        assert options.optim is not None
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=self._megatron.use_distributed_optimizer,
+        )
+        wrapped = [
+            DistributedDataParallel(self._config, ddp, stage, disable_bucketing=number > 0)
+            for number, stage in enumerate(self._stages)
+        ]
+        self._config.finalize_model_grads_func = finalize_model_grads
+        self.optimizer = Optimizer(
+            wrapped, options.optim, self._megatron, self._dtype, options.grad_clip
+        )
+        self._wrapped = list(wrapped)
+
+    # ---- passes
+
+    def infer(self, batch: DataProto, plan: ForwardPlan) -> Outputs:
+        self._check(plan)
+        batches = cut(batch, plan, self.places)
+        packed = [self._pack(batch, one, plan) for one in batches]
+
+        def finish(number: int, hidden: Tensor) -> Outputs:
+            return self._outputs(hidden, packed[number], plan)
+
+        with stand_ins(self.device), torch.no_grad():
+            told = infer_all(self._wrapped, packed, self.places, finish)
+        width = tensors_of(batch)["responses"].shape[1]
+        found: Outputs = {}
+        for name in plan.outputs:
+            whole = torch.zeros(len(batch), width, device=self.device)
+            for one, outputs in zip(batches, told, strict=False):  # elsewhere nothing is told
+                where = send(torch.tensor(one.rows), self.device)
+                whole.index_copy_(0, where, outputs[name].float())
+            found[name] = self._from_last_stage(whole).cpu()
+        return found
+
+    def train(self, mini_batch: DataProto, loss_fn: LossFn, plan: ForwardPlan) -> dict[str, Tensor]:
+        assert self.optimizer is not None, "a frozen engine is not trained"
+        self._check(plan)
+        scale = self._loss_scale(tensors_of(mini_batch)["response_mask"])
+        batches = cut(mini_batch, plan, self.places)
+        packed = [self._pack(mini_batch, one, plan) for one in batches]
+
+        def finish(number: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            one = batches[number]
+            outputs = self._outputs(hidden, packed[number], plan)
+            if not one.counts:
+                return sum((value.sum() * 0 for value in outputs.values()), torch.zeros(())), {}
+            share = len(one.rows) / len(mini_batch)
+            own = LossScale.classic(share) if plan.classic else scale
+            return loss_fn(outputs, self._sent(mini_batch.select_idxs(one.rows)), own)
+
+        for stage in self._wrapped:
+            stage.train()
+        with stand_ins(self.device):
+            told = train_all(self._wrapped, packed, self.places, finish)
+            norm = self.optimizer.step()
+        self.version += 1
+        for stage in self._wrapped:
+            stage.eval()
+        totals = self._summed(told)
+        return {**totals, "grad_norm": torch.tensor(norm, device=self.device)}
+
+    def _outputs(self, hidden: Tensor, packed: PackedRows, plan: ForwardPlan) -> Outputs:
+        words = int(base_module(self.module).config.vocab_size)
+        return find_outputs(self._stages[-1], hidden, packed, plan, self.places, words)
+
+    def _pack(self, batch: DataProto, one: MicroBatch, plan: ForwardPlan) -> PackedRows:
+        multiple = self.places.tp_size if self._config.sequence_parallel else 1
+        rows = batch.select_idxs(one.rows)
+        return pack(rows, plan, self.device, self.places, multiple)
+
+    def _check(self, plan: ForwardPlan) -> None:
+        if "full_kl" in plan.outputs:
+            raise UnsupportedError(
+                "strategy=megatron: kl_loss_type=full needs whole distributions of policy and "
+                "reference; strategy=fsdp2 can"
+            )
+
+    def _loss_scale(self, mask: Tensor) -> LossScale:
+        scale = LossScale.from_mask(mask, self.dp_size)
+        own = (scale.batch_num_tokens, scale.global_batch_size)
+        counts = torch.stack([torch.as_tensor(count) for count in own])
+        dist.all_reduce(counts)  # on the host: rows are still there
+        # Ranks that have the same rows have counted them too.
+        counts //= self.sharers
+        tokens, rows = counts.to(self.device, non_blocking=True)
+        return replace(scale, batch_num_tokens=tokens, global_batch_size=rows)
+
+    def _from_last_stage(self, tensor: Tensor) -> Tensor:
+        if self.places.pp_size > 1:
+            last = self.places.pp_size - 1
+            dist.broadcast(tensor, group=self.places.pp_group, group_src=last)
+        return tensor
+
+    def _summed(self, told: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The metrics of all micro-batches, on every stage."""
+        totals: dict[str, Tensor] = {}
+        for metrics in told:
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, torch.zeros_like(value)) + value.detach()
+        if self.places.pp_size == 1:
+            return totals
+        names = [list(totals)]
+        last = self.places.pp_size - 1
+        dist.broadcast_object_list(names, group=self.places.pp_group, group_src=last)
+        values = torch.zeros(len(names[0]), dtype=torch.float64, device=self.device)
+        if totals:
+            values.copy_(torch.stack([value.double() for value in totals.values()]))
+        spread = self._from_last_stage(values).float()
+        return dict(zip(names[0], spread, strict=True))
+
+    def _sent(self, rows: DataProto) -> DataProto:
+        if self.device.type == "cpu":
+            return rows
+        tensors = {
+            key: send(value, self.device)
+            for key, value in tensors_of(rows).items()
+            if isinstance(value, Tensor)
+        }
+        return DataProto.from_dict(tensors, rows.non_tensor_batch, rows.meta_info)
+
+    def frozen_states(self, packed: PackedRows) -> FrozenStates:
+        raise UnsupportedError(
+            "strategy=megatron: a reference for kl_loss_type=full takes strategy=fsdp2 or local"
+        )
+
+    def step_schedule(self) -> float:
+        assert self.optimizer is not None, "a frozen engine is not trained"
+        return self.optimizer.advance()
+
+    # ---- weights and memory
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.weights.export()
+
+    def hf_shards(self) -> dict[str, Shard]:
+        """This rank's part of each Hugging Face tensor that it has."""
+        return self.weights.shards()
+
+    def adapter_weights(self) -> dict[str, Tensor]:
+        return {}
+
+    def rest(self) -> None:
+        """Nothing is gathered for passes without gradients."""
+
+    def onload(self, optimizer: bool = False) -> None:
+        self._parameters.fetch()
+        if optimizer:
+            self._gradients.fetch()
+            self._state.fetch()
+
+    def offload(self) -> None:
+        if self._megatron.param_offload:
+            self._parameters.park(p.data for stage in self._stages for p in stage.parameters())
+        if self.optimizer is None:
+            return
+        if self._megatron.grad_offload:  # between updates they are zero
+            self._gradients.park(
+                (b.grad_data for stage in self._wrapped for b in _buffers(stage)), keeps=False
+            )
+        if self._megatron.optimizer_offload:
+            self._state.park(self.optimizer.tensors())
+
+    # ---- checkpoints
+
+    def save(self, folder: Path, contents: list[str]) -> None:
+        schedule = self.optimizer.schedule.state_dict() if self.optimizer is not None else None
+        self._checkpoint.save(folder, contents, schedule, self.version)
+        if "hf_model" in contents:
+            self._checkpoint.save_hugging_face(folder, self.export_weights())
+        if not self._checkpoint.is_asynchronous:
+            dist.barrier()
+
+    def load(self, folder: Path, contents: list[str]) -> None:
+        extra = self._checkpoint.load(folder, contents)
+        if extra is not None:
+            self.version = extra["version"]
+            if self.optimizer is not None:
+                self.optimizer.schedule.load_state_dict(extra["lr_scheduler"])
+                self.optimizer.apply_rate()
+
+    def is_saved(self) -> bool:
+        return self._checkpoint.is_saved()
+
+    def wait_for_save(self) -> None:
+        self._checkpoint.wait()
+
+
+def _buffers(stage: nn.Module) -> list[Any]:
+    """Megatron's flat memory of gradients, experts' last."""
+    assert isinstance(stage, DistributedDataParallel)
+    return [*stage.buffers, *stage.expert_parallel_buffers]
