@@ -131,7 +131,7 @@ def row_operations(hidden: Tensor) -> tuple[Forward, Backward]:
     return triton_head.rows_forward, triton_head.rows_backward
 
 
-def _chunk_rows(hidden: Tensor, vocabulary: int, cell_bytes: int) -> int:
+def chunk_rows(hidden: Tensor, vocabulary: int, cell_bytes: int) -> int:
     if not hidden.is_cuda:
         return max(1, CELLS_PER_CHUNK // vocabulary)
     # Whole tiles of the matrix products.
@@ -145,7 +145,7 @@ def _chunks(rows: int, size: int) -> Iterator[slice]:
 def _logits_by_chunk(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Rows and their logits (n, V), always in the same memory."""
     rows, vocabulary = hidden.shape[0], weight.shape[0]
-    size = _chunk_rows(hidden, vocabulary, hidden.element_size())
+    size = chunk_rows(hidden, vocabulary, hidden.element_size())
     # A row begins at a multiple of 16 elements: else neither kernels nor products read it fast.
     width = -(-vocabulary // 16) * 16
     buffer = hidden.new_empty(min(rows, size), width)[:, :vocabulary]
@@ -163,7 +163,7 @@ def _without_autocast(hidden: Tensor) -> torch.autocast:
     return torch.autocast(hidden.device.type, enabled=False)
 
 
-class _Gradients:
+class HeadGradients:
     """Gradients of hidden states and head, gathered chunk by chunk from those of the logits."""
 
     def __init__(self, wanted: tuple[bool, bool], hidden: Tensor, weight: Tensor) -> None:
@@ -233,7 +233,7 @@ class _ChunkedHead(torch.autograd.Function):
         # A sum's gradient is one number seen N times: kernels want N numbers.
         grad_log_probs, grad_entropy = (g if g is None else g.contiguous() for g in grads[:2])
         assert grad_log_probs is not None, "autograd fills in zeros"
-        gradients = _Gradients(ctx.needs_input_grad[:2], hidden, weight)
+        gradients = HeadGradients(ctx.needs_input_grad[:2], hidden, weight)
         _, slope = row_operations(hidden)
         with _without_autocast(hidden):
             for part, logits in _logits_by_chunk(hidden, gradients.weight):
@@ -271,7 +271,7 @@ class _ChunkedKL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, ref_hidden, ref_weight, divergence = ctx.saved_tensors
-        gradients = _Gradients(ctx.needs_input_grad[:2], hidden, weight)
+        gradients = HeadGradients(ctx.needs_input_grad[:2], hidden, weight)
         pairs = ((hidden, gradients.weight), (ref_hidden, ref_weight))
         with _without_autocast(hidden):
             for part, log_p, log_q in _both_by_chunk(pairs, ctx.temperature, divergence.dtype):
@@ -290,7 +290,7 @@ def _both_by_chunk(
     """Rows and their log-probabilities (n, V): policy's and reference's."""
     (hidden, weight), (ref_hidden, ref_weight) = pairs
     weight, ref_weight = weight.to(hidden.dtype), ref_weight.to(ref_hidden.dtype)
-    size = _chunk_rows(hidden, weight.shape[0], 2 * dtype.itemsize)
+    size = chunk_rows(hidden, weight.shape[0], 2 * dtype.itemsize)
     for part in _chunks(hidden.shape[0], size):
         log_p = _log_softmax(hidden[part] @ weight.t(), temperature, dtype)
         log_q = _log_softmax(ref_hidden[part] @ ref_weight.t(), temperature, dtype)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from caldera.models.head import HeadOutput, _chunk_rows, _Gradients, row_operations
+from caldera.models.head import HeadGradients, HeadOutput, chunk_rows, row_operations
 
 NOWHERE = -1e30
 """The logit of a word that does not exist, and stands for the labels of other ranks. It is finite:
@@ -85,7 +85,7 @@ class _CutHead(torch.autograd.Function):
         hidden, weight, own, normaliser, entropy = ctx.saved_tensors
         grad_log_probs, grad_entropy = (g if g is None else g.contiguous() for g in grads[:2])
         assert grad_log_probs is not None, "autograd fills in zeros"
-        gradients = _Gradients(ctx.needs_input_grad[:2], hidden, weight[: ctx.size])
+        gradients = HeadGradients(ctx.needs_input_grad[:2], hidden, weight[: ctx.size])
         _, slope = row_operations(hidden)
         for rows, logits in _logits_by_chunk(hidden, weight, ctx.size):
             of_logits = slope(
@@ -103,7 +103,7 @@ class _CutHead(torch.autograd.Function):
 def _logits_by_chunk(hidden: Tensor, weight: Tensor, words: int) -> Iterator[tuple[slice, Tensor]]:
     """Rows and their logits (n, words + 1), of which the last is nowhere; in the same memory."""
     count = hidden.shape[0]
-    size = _chunk_rows(hidden, words + 1, hidden.element_size())
+    size = chunk_rows(hidden, words + 1, hidden.element_size())
     width = -(-(words + 1) // 16) * 16  # rows begin where kernels read them fast
     buffer = hidden.new_empty(min(count, size), width)[:, : words + 1]
     transposed = weight[:words].to(hidden.dtype).t()

@@ -94,9 +94,9 @@ class Optimizer:
         ones in one order. Empty before the first step.
         """
         part, shard, main = self._find(parameter)
-        state = part.optimizer.state.get(main, {}) if main is not None else {}
+        state = _kept_of(part.optimizer, main) if main is not None else {}
         if not _is_sharded(part):
-            return dict(state)
+            return state
         names: list[dict[str, bool]] = [{}] * dist.get_world_size(part.data_parallel_group)
         kinds = {name: value.dim() > 0 for name, value in state.items()}
         dist.all_gather_object(names, kinds, group=part.data_parallel_group)
@@ -124,7 +124,10 @@ class Optimizer:
             if value.dim() > 0:
                 own = value.reshape(-1)[shard] if _is_sharded(part) else value.view_as(main)
                 own = own.to(device=main.device, dtype=torch.float32)
-            state[name] = own.clone()
+            if name == "step" and _counts_by_group(part.optimizer):
+                _group_of(part.optimizer, main)["step"] = int(own)
+            else:
+                state[name] = own.clone()
 
     def read_main(self, parameter: nn.Parameter) -> Tensor:
         """A parameter in the precision in which it is updated; to be asked for as `read_state`."""
@@ -162,6 +165,25 @@ class Optimizer:
             if any(main is one for one in part.get_parameters()):
                 return part, slice(None), main
         raise AssertionError("a parameter that no optimiser has")
+
+
+def _kept_of(optimizer: torch.optim.Optimizer, main: Tensor) -> dict[str, Any]:
+    """What a torch optimiser, or one that Megatron takes instead, keeps of a parameter."""
+    kept = dict(optimizer.state.get(main, {}))
+    if kept and _counts_by_group(optimizer):
+        kept["step"] = torch.tensor(float(_group_of(optimizer, main)["step"]))
+    return kept
+
+
+def _counts_by_group(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether steps are counted once for many parameters, as fused optimisers of others do."""
+    return not type(optimizer).__module__.startswith("torch.")
+
+
+def _group_of(optimizer: torch.optim.Optimizer, main: Tensor) -> dict[str, Any]:
+    return next(
+        group for group in optimizer.param_groups if any(main is one for one in group["params"])
+    )
 
 
 def _joined(part: Any, parameter: nn.Parameter, shard: slice, own: Tensor | None) -> Tensor:
