@@ -97,6 +97,12 @@ class LayerNameMap:
 
 
 @dataclass
+class NativeRolloutConfig:
+    exact: bool = False
+    """Log-probs of sampler and trainer are equal to the bit. On a CPU, at some cost in speed."""
+
+
+@dataclass
 class RolloutConfig:
     name: str | None = None
     """Sampler: native, hf; null: native."""
@@ -134,10 +140,12 @@ class RolloutConfig:
     data_parallel_size: int = refused(1, ONE_DEVICE)
     expert_parallel_size: int = refused(1, ONE_DEVICE)
     pipeline_model_parallel_size: int = refused(1, ONE_DEVICE)
-    enable_chunked_prefill: bool = refused(False, "the native sampler never splits a prompt")
-    enable_prefix_caching: bool = refused(False, "the native sampler shares no prefixes")
+    enable_chunked_prefill: bool = False
+    """Native sampler: run prompts in pieces beside the decoding, which whole ones interrupt."""
+    enable_prefix_caching: bool = False
+    """Native sampler: keep the cache of ended requests for those that begin alike."""
     max_num_batched_tokens: int = option(8192, minimum=1, unit="tokens")
-    """Prompt tokens that one forward pass of the sampler takes."""
+    """Tokens that one forward pass takes: of whole prompts, or of all that it runs if chunked."""
     max_model_len: int | None = option(None, minimum=1, unit="tokens")
     """Most tokens of prompt and answer together; null: prompt_length + response_length."""
     max_num_seqs: int = option(256, minimum=1, unit="sequences")
@@ -175,6 +183,7 @@ class RolloutConfig:
     quantization_config_file: str | None = refused(None, QUANTIZED)
     engine_kwargs: dict[str, Any] = mapping(vllm={}, sglang={}, trtllm={})
     """Arguments of other samplers, by sampler; the native one has none."""
+    native: NativeRolloutConfig = nested(NativeRolloutConfig)
     val_kwargs: ValKwargs = nested(ValKwargs)
     multi_turn: MultiTurnConfig = nested(MultiTurnConfig)
     agent: AgentConfig = nested(AgentConfig)

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from caldera.engine.base import FrozenStates, OutputName
 from caldera.engine.packing import PackedRows
+from caldera.errors import UnsupportedError
+from caldera.models.exact import exactness, is_exact
 from caldera.models.forward import hidden_states, language_head, value_scores
 from caldera.models.head import full_kl, head_outputs
 
@@ -42,6 +44,22 @@ class PackedModel(nn.Module):
 
         Without names: the hidden states (n, H) there and the language head (V, H).
         """
+        with exactness(self._is_exact()):
+            return self._forward(packed, names, temperature, reference)
+
+    def _is_exact(self) -> bool:
+        exact = is_exact(self.inner)
+        if exact and self._autocast is not None:
+            raise UnsupportedError(
+                "actor_rollout_ref.rollout.native.exact=True: fsdp_config.dtype and "
+                "fsdp_config.model_dtype must be the same"
+            )
+        return exact
+
+    def _forward(
+        self, packed: PackedRows, names: Sequence[OutputName], temperature: float,
+        reference: FrozenStates | None,
+    ) -> dict[str, Tensor]:  # fmt: skip
         with self._kept_activations():
             hidden = self._hidden(packed)  # (n, H)
         if not names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from caldera.config import ModelConfig
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.models.adapters import VALUE_HEAD, merged_weights, plain_name, with_adapter
+from caldera.models.exact import exactness, in_exactness
 from caldera.models.forward import base_module
 from caldera.models.fresh import WeightSource, fill
 from caldera.models.liger import apply_liger
@@ -124,9 +125,14 @@ def build_reward_model(
 def enable_checkpointing(module: nn.Module) -> None:
     """Recompute activations in the backward pass."""
     model = base_module(module)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": _recomputed})
     if model is not module:  # frozen embeddings would cut the recomputed part off from the loss
         model.enable_input_require_grads()
+
+
+def _recomputed() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What a layer runs in, and in which it runs again in the backward pass: both are alike."""
+    return nullcontext(), exactness() if in_exactness() else nullcontext()
 
 
 def exported_weights(

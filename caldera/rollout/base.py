@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -19,7 +19,7 @@ from caldera.rollout.weights import copy_weights
 if TYPE_CHECKING:
     from caldera.config import RolloutConfig
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 RolloutPart = Literal["weights", "kv_cache"]
 
 
@@ -34,10 +34,41 @@ class SamplingParams:
     """Only this many most likely tokens are sampled from; -1 or 0 for all."""
     top_p: float = 1.0
     """Only the fewest tokens that together have this probability are sampled from."""
+    min_p: float = 0.0
+    """Only tokens that have this share of the most likely one's probability are sampled from."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt or completion are divided by it, or multiplied if negative."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that the completion has."""
+    frequency_penalty: float = 0.0
+    """Taken off the logits of a token as often as the completion has it."""
     stop_token_ids: frozenset[int] = frozenset()
     """A completion ends after one of these, which is its last token."""
     ignore_eos: bool = False
     """Stop tokens do not end a completion."""
+    stop: tuple[str, ...] = ()
+    """A completion ends with the token that completes one of these in its text. The rollout's
+    `decode` must be set."""
+    logprobs: int = 0
+    """How many of the most likely tokens are told of, with their log-probs, beside each token."""
+    prompt_logprobs: bool = False
+    """The log-probs of the prompt's own tokens are told of, before temperature and penalties."""
+
+    def __post_init__(self) -> None:
+        for name, value, fine in (
+            ("temperature", self.temperature, self.temperature >= 0),
+            ("top_p", self.top_p, 0 <= self.top_p <= 1),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1),
+            ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0),
+            ("logprobs", self.logprobs, self.logprobs >= 0),
+            ("stop", self.stop, "" not in self.stop),
+        ):
+            if not fine:
+                raise RolloutError(f"sampling parameter {name}={value!r} cannot be honoured")
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -57,10 +88,39 @@ class Completion:
     log_probs: list[float]
     finish_reason: FinishReason
     weight_version: int
+    """That of the first token, so the oldest: whoever asks how stale a sample is, asks for it."""
+    weight_versions: tuple[tuple[int, int], ...] = ()
+    """(version, how many tokens in a row it sampled), in order; empty: `weight_version` did all."""
+
+    top_log_probs: list[list[tuple[int, float]]] | None = None
+    """Beside each token, the most likely ones with their log-probs, if they were asked for."""
+    prompt_log_probs: list[float] | None = None
+    """Of each token of the prompt but the first, if they were asked for."""
+
+    def token_versions(self) -> list[int]:
+        """The version that sampled each token."""
+        if not self.weight_versions:
+            return [self.weight_version] * len(self.token_ids)
+        return [version for version, count in self.weight_versions for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of a completion that is still being sampled."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    completion: Completion | None = None
+    """The whole, in the last piece, which has no tokens of its own."""
 
 
 OnFinished = Callable[[int, Completion], None]
-"""(place among the requests, what was sampled for it)."""
+"""(place among the requests, or number that `add` gave, what was sampled for it)."""
+
+Decode = Callable[[Sequence[int]], str]
+
+OnToken = Callable[[int, int, float], None]
+"""(number that `add` gave, token, its log-prob)."""
 
 
 class Rollout(ABC):
@@ -75,6 +135,8 @@ class Rollout(ABC):
         self.module = module
         self.device = device
         self.version = 0
+        self.decode: Decode | None = None
+        """From tokens to text; only requests with stop strings need it."""
 
     @abstractmethod
     def generate(
@@ -98,8 +160,8 @@ class Rollout(ABC):
         copy_weights(base_module(self.module), stream)
         self.version = version
 
-    def check_lengths(self, requests: Sequence[Request]) -> None:
-        """Refuse requests that are too long for `rollout.max_model_len`, or empty."""
+    def check(self, requests: Sequence[Request]) -> None:
+        """Refuse requests that are too long for `rollout.max_model_len`, or cannot be served."""
         config = self.config
         longest = config.max_model_len or config.prompt_length + config.response_length
         for index, request in enumerate(requests):
@@ -113,6 +175,11 @@ class Rollout(ABC):
                 raise RolloutError(
                     f"request {index} needs {prompt} prompt tokens + {new} new tokens = "
                     f"{prompt + new}, more than rollout.max_model_len={longest}"
+                )
+            if request.params.stop and self.decode is None:
+                raise RolloutError(
+                    f"request {index} has stop={request.params.stop!r}: the sampler was not told "
+                    "how to decode tokens"
                 )
 
     @contextmanager
@@ -129,6 +196,45 @@ class Rollout(ABC):
         finally:
             for part, training in modes:
                 part.training = training
+
+
+class StepwiseRollout(Rollout):
+    """A sampler that takes in requests at any time and works on all of them step by step.
+
+    One thread alone uses it. `generate` is: add all, step until they have ended.
+    """
+
+    @abstractmethod
+    def add(
+        self,
+        request: Request,
+        on_token: OnToken | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> int:
+        """Take in a request; returns its number. Who listens is told in the steps that follow."""
+
+    @abstractmethod
+    def stepping(self) -> AbstractContextManager[None]:
+        """To be entered around any number of steps, in which the weights do not change."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Sample the next tokens.
+
+        When weights or version have changed since the last step, requests in flight go on with the
+        new ones: what is cached of them is computed anew, what was sampled for them stays.
+        """
+
+    @abstractmethod
+    def abort(self, number: int) -> Completion | None:
+        """Drop a request; what it has by now, or None if it has ended already.
+
+        Its `on_finished` is not called.
+        """
+
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""
 
 
 RolloutFactory = Callable[["RolloutConfig", nn.Module, torch.device], Rollout]

@@ -12,6 +12,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     PreTrainedModel,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -19,11 +20,13 @@ from transformers import (
 )
 
 from caldera.data.padding import left_pad
+from caldera.errors import UnsupportedError
 from caldera.models.forward import base_module
 from caldera.models.seeds import derive_seed
 from caldera.rollout.base import (
     ROLLOUTS,
     Completion,
+    Decode,
     FinishReason,
     OnFinished,
     Request,
@@ -32,6 +35,7 @@ from caldera.rollout.base import (
     SamplingParams,
 )
 from caldera.rollout.precision import sampling_dtype, sampling_precision
+from caldera.rollout.stops import completes_a_stop
 
 if TYPE_CHECKING:
     from caldera.config import RolloutConfig
@@ -51,6 +55,11 @@ class HFRollout(Rollout):
         super().__init__(config, module, device)
         self._dtype = sampling_dtype(module, config.dtype, device)
         self._raw_log_probs = config.logprobs_mode == "raw_logprobs"
+        if config.native.exact:
+            raise UnsupportedError(
+                "actor_rollout_ref.rollout.native.exact=True: takes "
+                "actor_rollout_ref.rollout.name=native, not hf"
+            )
 
     def wake_up(self, part: RolloutPart | None = None) -> None:
         """Nothing to do: `generate` allocates its cache and frees it."""
@@ -62,7 +71,9 @@ class HFRollout(Rollout):
     def generate(
         self, requests: Sequence[Request], on_finished: OnFinished | None = None
     ) -> list[Completion]:
-        self.check_lengths(requests)
+        self.check(requests)
+        for request in requests:
+            _check_params(request.params)
         by_params: dict[SamplingParams, list[int]] = {}
         for index, request in enumerate(requests):
             by_params.setdefault(request.params, []).append(index)
@@ -106,18 +117,48 @@ class HFRollout(Rollout):
         log_probs = recorder.finish(sequences)
         stops = frozenset[int]() if params.ignore_eos else params.stop_token_ids
         return [
-            self._completion(tokens, values, stops)
+            self._completion(tokens, values, stops, params)
             for tokens, values in zip(
                 sequences[:, width:].tolist(), log_probs.tolist(), strict=True
             )
         ]
 
     def _completion(
-        self, tokens: list[int], log_probs: list[float], stops: frozenset[int]
+        self,
+        tokens: list[int],
+        log_probs: list[float],
+        stops: frozenset[int],
+        params: SamplingParams,
     ) -> Completion:
         end = next((i + 1 for i, token in enumerate(tokens) if token in stops), None)
+        if params.stop and self.decode is not None:
+            end = _end_of_text(tokens[:end], params.stop, self.decode) or end
         reason: FinishReason = "length" if end is None else "stop"
-        return Completion(tokens[:end], log_probs[:end], reason, self.version)
+        count = len(tokens[:end])
+        versions = ((self.version, count),)
+        return Completion(tokens[:end], log_probs[:end], reason, self.version, versions)
+
+
+def _check_params(params: SamplingParams) -> None:
+    """Refuse what `generate` has no means for."""
+    none = SamplingParams(params.max_tokens)
+    for name in (
+        "repetition_penalty",  # that of transformers counts the padding, too
+        "presence_penalty",
+        "frequency_penalty",
+        "logprobs",
+        "prompt_logprobs",
+    ):
+        if (value := getattr(params, name)) != getattr(none, name):
+            raise UnsupportedError(
+                f"sampling parameter {name}={value!r} needs rollout.name=native, not hf"
+            )
+
+
+def _end_of_text(tokens: list[int], stops: tuple[str, ...], decode: Decode) -> int | None:
+    """How many of the tokens there are up to that which completes a string, if any does."""
+    ends = range(1, len(tokens) + 1)
+    return next((end for end in ends if completes_a_stop(tokens[:end], stops, decode)), None)
 
 
 class _ChosenLogProbs(LogitsProcessor):
@@ -151,6 +192,8 @@ def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
         return warpers
     if params.temperature != 1:
         warpers.append(TemperatureLogitsWarper(params.temperature))
+    if params.min_p > 0:
+        warpers.append(MinPLogitsWarper(params.min_p))
     if params.top_k > 0:
         warpers.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:

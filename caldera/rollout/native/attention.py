@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,7 +18,7 @@ from caldera.rollout.native.blocks import PAGE_SIZE, IntArray
 from caldera.rollout.native.cache import KVCache
 
 
-def to_device(array: IntArray, device: torch.device) -> Tensor:
+def to_device(array: NDArray[np.integer], device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device)
 
 
@@ -114,6 +116,141 @@ def plan_rectangles(lengths: IntArray) -> list[slice]:
     return rows
 
 
+class PagedChunks:
+    """Parts of sequences, packed: they are kept, and each attends to its sequence up to itself.
+
+    On CUDA in half precision the kernel takes them as they come; elsewhere parts of similar size
+    are gathered into rectangles.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        tables: IntArray,
+        counts: IntArray,
+        ends: IntArray,
+        slots: IntArray,
+        device: torch.device,
+    ) -> None:
+        self._cache = cache
+        self._device = device
+        self._tables = tables  # (S, pages of the longest)
+        self._counts = counts  # (S,) tokens of each part
+        self._ends = ends  # (S,) tokens of each sequence up to the end of the part
+        self._slots = to_device(slots, device)  # (T,)
+        self._rectangles: list[_ChunkRectangle] | None = None
+        self._packed: _PackedKeys | None = None
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        number = layer.layer_idx
+        self._cache.write(number, self._slots, key, value)
+        keys, values = self._cache.keys[number], self._cache.values[number]
+        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+            if self._packed is None:
+                self._packed = _PackedKeys(self._tables, self._ends, self._device, self._counts)
+            return self._packed.attend(query, keys, values, scale, window)
+        if self._rectangles is None:
+            starts = np.cumsum(self._counts) - self._counts
+            self._rectangles = [
+                _ChunkRectangle(self._tables, self._counts, self._ends, starts, rows, self._device)
+                for rows in plan_chunks(self._counts, self._ends)
+            ]
+        out = torch.empty_like(query)
+        for part in self._rectangles:
+            part.attend(query, keys, values, scale, window, out)
+        return out
+
+
+def plan_chunks(counts: IntArray, ends: IntArray) -> list[IntArray]:
+    """Groups of parts whose rectangle of queries and keys is not much more than their own."""
+    groups: list[list[int]] = []
+    most, area = 0, 0
+    for row in np.lexsort((ends, counts)).tolist():
+        count, end = int(counts[row]), int(ends[row])
+        longest = max(most, end)
+        size = len(groups[-1]) + 1 if groups else 1
+        if not groups or size * count * longest > PADDING_WASTE * (area + count * end):
+            groups.append([])
+            size, longest, area = 1, end, 0
+        groups[-1].append(row)
+        most, area = longest, area + count * end
+    return [np.array(group) for group in groups]
+
+
+class _ChunkRectangle:
+    """Some parts' queries and their sequences' pages, gathered, with a mask over what is unseen."""
+
+    def __init__(
+        self,
+        tables: IntArray,
+        counts: IntArray,
+        ends: IntArray,
+        starts: IntArray,
+        rows: IntArray,
+        device: torch.device,
+    ) -> None:
+        """`rows` are those of this rectangle; `starts`, where among the tokens each part begins."""
+        counts, ends, starts = counts[rows], ends[rows], starts[rows]
+        self._shape = (len(rows), int(counts.max()))  # (b, Q)
+        width = -(-int(ends.max()) // PAGE_SIZE)
+        self._pages = to_device(tables[rows, :width].ravel(), device)
+        column = np.minimum(np.arange(self._shape[1]), counts[:, None] - 1)  # the last is repeated
+        kept = np.flatnonzero(np.arange(self._shape[1]) < counts[:, None])
+        cells = (starts[:, None] + column).ravel()
+        self._cells = to_device(cells, device)  # (b * Q,)
+        self._kept = to_device(kept, device)
+        self._targets = to_device(cells[kept], device)
+        self._seen = to_device((ends - counts)[:, None] + column, device)  # (b, Q) the last seen
+        self._positions = torch.arange(width * PAGE_SIZE, device=device)
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        window: int | None,
+        out: Tensor,
+    ) -> None:
+        """Writes the rows of `out` (T, Hq, D) that are these parts'."""
+        heads, head_dim = keys.shape[2:]
+        count, width = self._shape
+        gathered = [
+            pages.index_select(0, self._pages).view(count, -1, heads, head_dim).transpose(1, 2)
+            for pages in (keys, values)
+        ]  # (b, Hkv, L, D)
+        grouped = query.index_select(0, self._cells).view(count, width, heads, -1, head_dim)
+        grouped = grouped.permute(0, 2, 3, 1, 4)  # (b, Hkv, G, Q, D)
+        groups = grouped.shape[2]
+        mask = self._mask(window, query.dtype).repeat(1, 1, groups, 1)  # (b, 1, G * Q, L)
+        attended = F.scaled_dot_product_attention(
+            grouped.flatten(2, 3), gathered[0], gathered[1], attn_mask=mask, scale=scale
+        )
+        attended = attended.view(count, heads, groups, width, head_dim).permute(0, 3, 1, 2, 4)
+        flat = attended.reshape(-1, *query.shape[1:])  # (b * Q, Hq, D)
+        out.index_copy_(0, self._targets, flat.index_select(0, self._kept))
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """What is added to the scores, (b, 1, Q, L): 0 where a token is seen."""
+        if window not in self._masks:
+            unseen = self._positions > self._seen[..., None]
+            if window is not None:
+                unseen |= self._positions <= self._seen[..., None] - window
+            mask = torch.zeros(unseen.shape, dtype=dtype, device=unseen.device)
+            self._masks[window] = mask.masked_fill_(unseen, float("-inf"))[:, None]
+        return self._masks[window]
+
+
 class _Rectangle:
     """Some sequences' pages, gathered into one rectangle with a mask over its padding."""
 
@@ -159,11 +296,20 @@ class _Rectangle:
 class _PackedKeys:
     """The sequences' tokens, gathered end to end for PyTorch's variable-length flash kernel."""
 
-    def __init__(self, tables: IntArray, lengths: IntArray, device: torch.device) -> None:
-        count = len(lengths)
+    def __init__(
+        self,
+        tables: IntArray,
+        lengths: IntArray,
+        device: torch.device,
+        counts: IntArray | None = None,
+    ) -> None:
+        """`counts`: how many of each sequence's last tokens are queries; None: one."""
         self._lengths = to_device(lengths, device)
         self._longest = int(lengths.max())
-        self._queries = torch.arange(count + 1, dtype=torch.int32, device=device)
+        self._most_queries = 1 if counts is None else int(counts.max())
+        self._queries = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device)
+        if counts is not None:
+            self._queries = to_device(np.cumsum([0, *counts]).astype(np.int32), device)  # (B + 1,)
         self._cumulative = F.pad(self._lengths.cumsum(0), (1, 0)).to(torch.int32)  # (B + 1,)
         positions = torch.arange(self._longest, device=device)
         pages = to_device(tables, device)[:, positions // PAGE_SIZE]  # (B, longest)
@@ -180,5 +326,6 @@ class _PackedKeys:
             for pages in (keys, values)
         )
         return flash_attention(
-            query, key, value, self._queries, self._cumulative, 1, self._longest, scale, window
-        )
+            query, key, value, self._queries, self._cumulative,
+            self._most_queries, self._longest, scale, window,
+        )  # fmt: skip

@@ -1,6 +1,10 @@
-"""Which page of the key/value cache belongs to which sequence."""
+"""Which page of the key/value cache belongs to which sequence, and what is in those of none."""
 
 from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +13,8 @@ PAGE_SIZE = 16
 """Tokens a page."""
 
 IntArray = NDArray[np.int64]
+Scalar = TypeVar("Scalar", bound=np.generic)
+NO_PAGES: IntArray = np.empty(0, dtype=np.int64)
 
 
 def pages_for(tokens: int) -> int:
@@ -16,31 +22,79 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)
 
 
+def widened(table: NDArray[Scalar], width: int, fill: int = 0) -> NDArray[Scalar]:
+    """The table itself, or where it is too narrow a wider one that begins with it."""
+    rows, old = table.shape
+    if old >= width:
+        return table
+    wider = np.full((rows, max(width, 2 * old)), fill, dtype=table.dtype)
+    wider[:, :old] = table
+    return wider
+
+
 class BlockManager:
     """Page tables of the running sequences, one row each, over pages counted by reference.
 
-    Forked sequences share the full pages of their common start, which nobody writes to again.
+    Forked sequences share the full pages of their common start, which nobody writes to again. Full
+    pages may be kept under a key: then they can be found and shared after their row has gone, until
+    their memory is wanted. Those that were used least lately go first.
     """
 
-    def __init__(self, pages: int, rows: int, pages_per_row: int) -> None:
+    def __init__(self, pages: int, rows: int, pages_per_row: int = 1) -> None:
         self.tables: IntArray = np.zeros((rows, pages_per_row), dtype=np.int64)
         self.owned: IntArray = np.zeros(rows, dtype=np.int64)  # pages in each row's table
         self.references: IntArray = np.zeros(pages, dtype=np.int64)
         self._free = list(range(pages - 1, -1, -1))  # a stack: low pages first, so they stay warm
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # with a key, without a row; oldest first
+
+    @property
+    def pages(self) -> int:
+        return len(self.references)
 
     @property
     def free_pages(self) -> int:
-        return len(self._free)
+        """Pages that can be given out; some may hold what could still be found."""
+        return len(self._free) + len(self._idle)
 
-    def allocate(self, row: int, tokens: int) -> None:
-        """Give an empty row the pages for this many tokens."""
+    @property
+    def is_empty(self) -> bool:
+        """Whether no page holds anything that anyone could ask for."""
+        return len(self._free) == self.pages
+
+    def grow(self, pages: int) -> None:
+        """Have this many pages from now on."""
+        old = self.pages
+        self.references = np.append(self.references, np.zeros(pages - old, dtype=np.int64))
+        self._free[:0] = range(pages - 1, old - 1, -1)
+
+    def drop(self) -> None:
+        """Have no pages: no row may own any."""
+        assert not self.owned.any(), "a row owns pages"
+        self.forget()
+        self.references = self.references[:0]
+        self._free.clear()
+
+    def allocate(self, row: int, tokens: int, shared: IntArray = NO_PAGES) -> None:
+        """Give an empty row the pages for this many tokens, the first of them those that it shares
+        with others."""
         assert self.owned[row] == 0, "the row is taken"
         count = pages_for(tokens)
-        self.tables[row, :count] = self._take(count)
+        self.tables = widened(self.tables, count)
+        for page in shared.tolist():
+            self._idle.pop(page, None)
+        self.references[shared] += 1
+        self.tables[row, : len(shared)] = shared
+        self.tables[row, len(shared) : count] = self._take(count - len(shared))
         self.owned[row] = count
 
     def append(self, rows: IntArray) -> None:
         """Give each of these rows, none of them twice, one more page."""
+        if len(rows):
+            self.tables = widened(self.tables, int(self.owned[rows].max()) + 1)
         self.tables[rows, self.owned[rows]] = self._take(len(rows))
         self.owned[rows] += 1
 
@@ -65,18 +119,53 @@ class BlockManager:
         """Take the row's pages away; those that no other row shares can be given out again."""
         pages = self.tables[row, : self.owned[row]]
         self.references[pages] -= 1
-        self._free.extend(pages[self.references[pages] == 0].tolist())
+        unused = pages[self.references[pages] == 0].tolist()
         self.owned[row] = 0
+        if self._key_of:
+            # the end of a sequence is of use to fewer than its start, so it is given out first
+            self._idle.update((page, None) for page in reversed(unused) if page in self._key_of)
+            unused = [page for page in unused if page not in self._key_of]
+        self._free.extend(unused)
 
     def slots(self, rows: IntArray, positions: IntArray) -> IntArray:
         """Where in the cache the token at a position of a row is kept."""
         page: IntArray = self.tables[rows, positions // PAGE_SIZE]
         return page * PAGE_SIZE + positions % PAGE_SIZE
 
+    # ---- pages that can be found again
+
+    def keep(self, row: int, keys: Sequence[bytes]) -> None:
+        """Let the row's first pages, which are full, be found by these keys."""
+        for page, key in zip(self.tables[row, : len(keys)].tolist(), keys, strict=True):
+            if page not in self._key_of and key not in self._page_of:
+                self._page_of[key] = page
+                self._key_of[page] = key
+
+    def find(self, keys: Iterable[bytes]) -> IntArray:
+        """The pages of these keys, up to the first that is not there."""
+        found = []
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            found.append(page)
+        return np.array(found, dtype=np.int64)
+
+    def forget(self) -> None:
+        """Let no page be found any more."""
+        self._free.extend(self._idle)
+        self._idle.clear()
+        self._page_of.clear()
+        self._key_of.clear()
+
     def _take(self, count: int) -> IntArray:
-        assert count <= len(self._free), "the scheduler asks for pages that are there"
+        assert count <= self.free_pages, "the scheduler asks for pages that are there"
         if count == 0:
-            return np.empty(0, dtype=np.int64)
+            return NO_PAGES
+        while len(self._free) < count:
+            page, _ = self._idle.popitem(last=False)
+            del self._page_of[self._key_of.pop(page)]
+            self._free.append(page)
         taken = np.array(self._free[-count:][::-1], dtype=np.int64)
         del self._free[-count:]
         self.references[taken] = 1

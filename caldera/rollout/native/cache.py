@@ -51,6 +51,15 @@ class KVCache:
         ]
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
+    def grow(self, pages: int) -> None:
+        """Have this many pages, the first of them those of now. Layer by layer, so that no more
+        than one is there twice."""
+        self.pages = pages
+        for layers in (self.keys, self.values):
+            for layer, old in enumerate(layers):
+                layers[layer] = old.new_zeros(pages, *old.shape[1:])
+                layers[layer][: len(old)] = old
+
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Keep the keys and values (T, Hkv, D) of tokens at their slots (T,)."""
         for pages, new in ((self.keys[layer], key), (self.values[layer], value)):
@@ -66,13 +75,18 @@ class KVCache:
             pages.index_copy_(0, targets, pages.index_select(0, sources))
 
 
-def affordable_pages(shape: CacheShape, device: torch.device, gpu_memory_utilization: float) -> int:
-    """Pages that the device has memory for, apart from what it holds already."""
+def affordable_pages(
+    shape: CacheShape, device: torch.device, gpu_memory_utilization: float, held: int = 0
+) -> int:
+    """Pages that the device has memory for, apart from what it holds already.
+
+    `held` is how much of that a cache holds whose place the pages would take.
+    """
     if device.type != "cuda":
         return CPU_CACHE_BYTES // shape.page_bytes
     free, total = torch.cuda.mem_get_info(device)
     reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    budget = int(gpu_memory_utilization * total) - (total - free - reusable)
+    budget = int(gpu_memory_utilization * total) - (total - free - reusable - held)
     if budget < shape.page_bytes:
         raise RolloutError(
             f"no memory for the key/value cache: rollout.gpu_memory_utilization="

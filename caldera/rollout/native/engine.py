@@ -3,44 +3,52 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from caldera.errors import RolloutError
+from caldera.errors import RolloutError, UnsupportedError
+from caldera.models.exact import exactness, make_exact
 from caldera.models.forward import base_module
 from caldera.rollout.base import (
     ROLLOUTS,
     Completion,
     OnFinished,
+    OnToken,
     Request,
-    Rollout,
     RolloutPart,
+    StepwiseRollout,
 )
-from caldera.rollout.native.blocks import PAGE_SIZE, BlockManager, pages_for
+from caldera.rollout.native.blocks import PAGE_SIZE, BlockManager, IntArray, pages_for
 from caldera.rollout.native.cache import CacheShape, KVCache, affordable_pages
 from caldera.rollout.native.runner import Runner
 from caldera.rollout.native.running import Running, Sequence
 from caldera.rollout.native.sampler import sample
 from caldera.rollout.native.scheduler import Scheduler
+from caldera.rollout.native.steps import Prefill, Step
 from caldera.rollout.precision import sampling_dtype, sampling_precision
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from caldera.config import RolloutConfig
 
 logger = logging.getLogger(__name__)
 
 
 @ROLLOUTS.register("native")
-class NativeRollout(Rollout):
+class NativeRollout(StepwiseRollout):
     """Continuous batching over a paged cache, with the trainer's own module.
 
     A sample depends on its seed, prompt and parameters, not on what it is batched with (but for
-    the rounding of floating-point sums).
+    the rounding of floating-point sums, unless `native.exact`).
     """
 
     def __init__(self, config: RolloutConfig, module: nn.Module, device: torch.device) -> None:
@@ -48,9 +56,30 @@ class NativeRollout(Rollout):
         self._dtype = sampling_dtype(module, config.dtype, device)
         self._cache_shape = CacheShape.of(base_module(module).config, self._dtype)
         self._runner = Runner(module, device)
-        self._cache: KVCache | None = None
+        if config.native.exact:
+            self._check_exact()
+            make_exact(module)
         self._awake = True
         self._raw_log_probs = config.logprobs_mode == "raw_logprobs"
+        self._numbers = itertools.count()
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget every request and everything that was computed."""
+        config = self.config
+        self._cache: KVCache | None = None
+        self._blocks = BlockManager(0, config.max_num_seqs)
+        self._running = Running(config.max_num_seqs)
+        self._scheduler = Scheduler(
+            self._running, self._blocks, config.max_num_batched_tokens,
+            config.enable_chunked_prefill, config.enable_prefix_caching,
+        )  # fmt: skip
+        self._scheduler.version = self.version
+        self._present: dict[int, Sequence] = {}
+        self._newcomers = False
+        self._stale = False
+
+    # ---- memory and weights
 
     @property
     def cache_bytes(self) -> int:
@@ -58,91 +87,235 @@ class NativeRollout(Rollout):
         return self._cache.pages * self._cache_shape.page_bytes if self._cache else 0
 
     def wake_up(self, part: RolloutPart | None = None) -> None:
-        """Let the cache be allocated again, which `generate` does for what its requests need.
+        """Let the cache be allocated again, which happens for what requests need.
 
-        There is nothing to do for the weights: the module holds them.
+        It begins without known prefixes, so that a batch depends on nothing that ran before. There
+        is nothing to do for the weights: the module holds them.
         """
         if part != "weights":
             self._awake = True
+            self._blocks.forget()
 
     def sleep(self) -> None:
-        """Free the cache."""
+        """Free the cache. Requests in flight keep what was sampled for them."""
         self._awake = False
-        self._cache = None
+        self._drop_cache()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._stale = True
+        super().load_weights(stream, version)
+
+    # ---- requests
 
     def generate(
         self, requests: Many[Request], on_finished: OnFinished | None = None
     ) -> list[Completion]:
         if not requests:
             return []
+        self._check(requests)
+        completions: dict[int, Completion] = {}
+        first = next(self._numbers)
+
+        def finish(number: int, completion: Completion) -> None:
+            completions[number - first] = completion
+            if on_finished is not None:
+                on_finished(number - first, completion)
+
+        numbers = itertools.chain([first], self._numbers)
+        self._take_in([self._sequence(next(numbers), each, None, finish) for each in requests])
+        evicted = self._scheduler.preemptions
+        with self.stepping():
+            while len(completions) < len(requests):
+                self.step()
+        if evicted := self._scheduler.preemptions - evicted:
+            logger.info("%d sequences were evicted for want of cache", evicted)
+        return [completions[index] for index in range(len(requests))]
+
+    def add(
+        self,
+        request: Request,
+        on_token: OnToken | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> int:
+        self._check([request])
+        sequence = self._sequence(next(self._numbers), request, on_token, on_finished)
+        self._take_in([sequence])
+        return sequence.number
+
+    def abort(self, number: int) -> Completion | None:
+        sequence = self._present.pop(number, None)
+        if sequence is None:
+            return None
+        self._scheduler.remove(sequence)
+        sequence.finish_reason = "abort"
+        return self._completion(sequence)
+
+    def has_work(self) -> bool:
+        return bool(self._present)
+
+    # ---- steps
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        precision = sampling_precision(self.module, self._dtype, self.device)
+        with self.sampling_mode(), precision, exactness(self.config.native.exact):
+            try:
+                yield
+            except BaseException:  # whatever it was, a step may have been left half done
+                self._reset()
+                raise
+
+    def step(self) -> None:
         if not self._awake:
             raise RolloutError("the sampler sleeps: wake it up before generating")
-        self.check_lengths(requests)
-        precision = sampling_precision(self.module, self._dtype, self.device)
-        with self.sampling_mode(), precision:
-            return self._generate(_sequences(requests), on_finished)
+        if self._stale or self.version != self._scheduler.version:
+            self._scheduler.restart()
+            self._scheduler.version = self.version
+            self._stale = False
+        cache = self._reserve_cache()
+        step = self._scheduler.schedule()
+        output = self._runner.run(step, cache)
+        if isinstance(step, Prefill):
+            self._note_prompts(step, output.hidden)
+        self._take(step, output.logits)
 
-    def _generate(
-        self, sequences: list[Sequence], on_finished: OnFinished | None
-    ) -> list[Completion]:
-        cache = self._reserve_cache(sequences)
-        rows = min(self.config.max_num_seqs, len(sequences))
-        widest = max(pages_for(sequence.max_length) for sequence in sequences)
-        running = Running(rows, sequences)
-        blocks = BlockManager(cache.pages, rows, widest)
-        scheduler = Scheduler(running, blocks, self.config.max_num_batched_tokens)
-        scheduler.add(sequences)
-        completions: dict[int, Completion] = {}
-        while scheduler.has_work():
-            step = scheduler.schedule()
-            logits = self._runner.run(step, cache)
-            tokens, log_probs = sample(logits, running.sampling(step.rows), self._raw_log_probs)
-            for each in scheduler.update(step, *_to_host(tokens, log_probs)):
-                done = Completion(each.token_ids, each.log_probs, each.finish_reason, self.version)
-                completions[each.index] = done
-                if on_finished is not None:
-                    on_finished(each.index, done)
-        if scheduler.preemptions:
-            logger.info("%d sequences were evicted for want of cache", scheduler.preemptions)
-        return [completions[index] for index in range(len(sequences))]
+    def _take(self, step: Step, logits: Tensor) -> None:
+        """Sample for the rows of a step, and tell who is to be told."""
+        running, rows = self._running, step.rows
+        parameters, penalties = running.sampling(rows), running.penalties(rows)
+        sampled = sample(logits, parameters, self._raw_log_probs, penalties)
+        tokens, log_probs = _to_host(sampled.tokens, sampled.log_probs)
+        if running.ranked[rows].any():
+            self._note_ranks(rows, sampled.all_log_probs)
+        listened = np.flatnonzero(running.listened[rows]).tolist()
+        heard = [(index, running.at(rows[index])) for index in listened]
+        finished = self._scheduler.update(step, tokens, log_probs)
+        for index, sequence in heard:
+            assert sequence.on_token is not None, "someone listens"
+            sequence.on_token(sequence.number, int(tokens[index]), float(log_probs[index]))
+        for sequence in finished:
+            del self._present[sequence.number]
+            if sequence.on_finished is not None:
+                sequence.on_finished(sequence.number, self._completion(sequence))
 
-    def _reserve_cache(self, sequences: list[Sequence]) -> KVCache:
-        """The cache, as large as these sequences could make use of and memory allows."""
-        demands = [pages_for(sequence.max_length) for sequence in sequences]
-        useful = sum(heapq.nlargest(self.config.max_num_seqs, demands))
-        fixed = self.config.kv_cache_blocks
-        if self._cache is None or (fixed is None and self._cache.pages < useful):
-            self._cache = None  # before the next one is measured and allocated
-            pages = fixed or min(useful, self._affordable_pages())
-            self._check_pages(demands, pages)
-            self._cache = KVCache(self._cache_shape, pages, self.device)
-        self._check_pages(demands, self._cache.pages)
-        return self._cache
+    def _note_ranks(self, rows: IntArray, log_probs: Tensor) -> None:
+        """Keep the most likely tokens of the rows that ask for them; log_probs (B, V)."""
+        wanted = self._running.ranked[rows]
+        places = np.flatnonzero(wanted)
+        chosen = log_probs.index_select(0, torch.from_numpy(places).to(log_probs.device))
+        top = chosen.topk(min(int(wanted.max()), log_probs.shape[-1]))
+        for place, values, tokens in zip(
+            places.tolist(), top.values.tolist(), top.indices.tolist(), strict=True
+        ):
+            pairs = list(zip(tokens, values, strict=True))[: wanted[place]]
+            self._running.at(rows[place]).top_log_probs.append(pairs)
 
-    def _affordable_pages(self) -> int:
-        utilization = self.config.gpu_memory_utilization
-        return affordable_pages(self._cache_shape, self.device, utilization)
+    def _note_prompts(self, step: Prefill, hidden: Tensor) -> None:
+        """Keep the log-probs of prompts that are asked for; hidden (T, H)."""
+        begins = np.cumsum(step.lengths) - step.lengths
+        for row, begin, count in zip(step.run.tolist(), begins.tolist(), step.lengths, strict=True):
+            sequence = self._running.at(row)
+            if not sequence.lacks_prompt_log_probs:
+                continue
+            # positions of this run that say something new of the prompt
+            start = int(self._running.cached[row]) - count
+            first = len(sequence.prompt_log_probs)
+            last = min(start + count, len(sequence.prompt) - 1)
+            if first < last:
+                said = hidden[begin + first - start : begin + last - start]
+                labels = sequence.prompt[first + 1 : last + 1]
+                sequence.prompt_log_probs += self._runner.log_probs(said, labels)
 
-    def _check_pages(self, demands: list[int], pages: int) -> None:
+    def _sequence(
+        self,
+        number: int,
+        request: Request,
+        on_token: OnToken | None,
+        on_finished: OnFinished | None,
+    ) -> Sequence:
+        prompt = np.array(request.prompt_ids, dtype=np.int64)
+        return Sequence(number, request, prompt, on_token, on_finished, self.decode)
+
+    def _take_in(self, sequences: list[Sequence]) -> None:
+        self._present.update((sequence.number, sequence) for sequence in sequences)
+        self._scheduler.add(sequences)
+        self._newcomers = True
+
+    def _completion(self, sequence: Sequence) -> Completion:
+        versions, params = tuple(sequence.versions), sequence.request.params
+        return Completion(
+            sequence.token_ids, sequence.log_probs, sequence.finish_reason,
+            versions[0][0] if versions else self.version, versions,
+            sequence.top_log_probs if params.logprobs else None,
+            sequence.prompt_log_probs if params.prompt_logprobs else None,
+        )  # fmt: skip
+
+    # ---- the cache
+
+    def _check_exact(self) -> None:
+        key = "actor_rollout_ref.rollout.native.exact=True"
+        if self.device.type != "cpu":
+            raise UnsupportedError(f"{key} on {self.device.type}: it has no kernels there yet")
+        if not isinstance(sampling_precision(self.module, self._dtype, self.device), nullcontext):
+            raise UnsupportedError(
+                f"{key} with actor_rollout_ref.rollout.dtype={self.config.dtype}: takes null, or "
+                "the dtype of the parameters"
+            )
+
+    def _check(self, requests: Many[Request]) -> None:
+        """Refuse what cannot be served, before anything is taken in."""
+        if not self._awake:
+            raise RolloutError("the sampler sleeps: wake it up before generating")
+        self.check(requests)
+        demands = [pages_for(len(r.prompt_ids) + r.params.max_tokens) for r in requests]
         largest = max(demands)
-        if largest > pages:
+        if largest > self._blocks.pages and largest > (pages := self._most_pages()):
             raise RolloutError(
                 f"request {demands.index(largest)} needs {largest} pages of {PAGE_SIZE} tokens, "
                 f"the key/value cache has {pages}: set rollout.kv_cache_blocks or "
                 "rollout.gpu_memory_utilization higher, or rollout.response_length lower"
             )
 
+    def _most_pages(self) -> int:
+        """Pages that the cache could have."""
+        if self.config.kv_cache_blocks is not None:
+            return self.config.kv_cache_blocks
+        utilization = self.config.gpu_memory_utilization
+        return affordable_pages(self._cache_shape, self.device, utilization, self.cache_bytes)
 
-def _sequences(requests: Many[Request]) -> list[Sequence]:
-    groups: dict[tuple[int, ...], int] = {}
-    sequences = []
-    for index, request in enumerate(requests):
-        group = groups.setdefault(tuple(request.prompt_ids), len(groups))
-        prompt = np.array(request.prompt_ids, dtype=np.int64)
-        sequences.append(Sequence(index, request, prompt, group))
-    return sequences
+    def _reserve_cache(self) -> KVCache:
+        """The cache, as large as the requests that are present could make use of."""
+        if self._cache is not None and not self._newcomers:
+            return self._cache
+        self._newcomers = False
+        demands = (pages_for(sequence.max_length) for sequence in self._present.values())
+        useful = sum(heapq.nlargest(self.config.max_num_seqs, demands))
+        if self._cache is None or (
+            self.config.kv_cache_blocks is None and self._cache.pages < useful
+        ):
+            self._cache = self._enlarge_cache(useful)
+        return self._cache
+
+    def _enlarge_cache(self, useful: int) -> KVCache:
+        if self._blocks.is_empty:
+            self._drop_cache()  # before the next one is measured and allocated
+        elif self._cache is not None:
+            useful = max(useful, 2 * self._cache.pages)  # each time, what it holds is copied
+        pages = self.config.kv_cache_blocks or min(useful, self._most_pages())
+        if self._cache is None:
+            self._blocks.grow(pages)
+            return KVCache(self._cache_shape, pages, self.device)
+        if pages > self._cache.pages:
+            self._cache.grow(pages)
+            self._blocks.grow(pages)
+        return self._cache
+
+    def _drop_cache(self) -> None:
+        self._scheduler.restart()
+        self._blocks.drop()
+        self._cache = None
 
 
 def _to_host(

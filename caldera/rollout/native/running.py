@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caldera.rollout.base import FinishReason, Request
-from caldera.rollout.native.blocks import IntArray, pages_for
-from caldera.rollout.native.sampler import SamplingRows
+from caldera.rollout.base import Decode, FinishReason, OnFinished, OnToken, Request
+from caldera.rollout.native.blocks import IntArray, pages_for, widened
+from caldera.rollout.native.sampler import Penalties, SamplingRows
+from caldera.rollout.stops import completes_a_stop, window_of
 
 NO_TOKEN = -1
+NO_ROW = -1
 
 
-@dataclass
+@dataclass(eq=False)  # one is never another, whatever they hold
 class Sequence:
     """A request and what has been sampled for it before it was last put to wait."""
 
-    index: int
-    """Its place among the requests."""
+    number: int
     request: Request
     prompt: IntArray
-    group: int
-    """Sequences of one group have the same prompt."""
+    on_token: OnToken | None = None
+    on_finished: OnFinished | None = None
+    decode: Decode | None = None
+    """Needed where the request has stop strings."""
+    keys: list[bytes] = field(default_factory=list)
+    """Names of its full pages, as far as anyone asked."""
+    row: int = NO_ROW
+    """Its row in the table of those that run."""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """(version of the weights, how many of the tokens it sampled), in order."""
+    top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "length"
+
+    @property
+    def lacks_prompt_log_probs(self) -> bool:
+        wanted = self.request.params.prompt_logprobs
+        return wanted and len(self.prompt_log_probs) < len(self.prompt) - 1
 
     def prefill_ids(self) -> IntArray:
         return np.concatenate([self.prompt, np.array(self.token_ids, dtype=np.int64)])
@@ -39,30 +56,44 @@ class Sequence:
     def max_length(self) -> int:
         return len(self.prompt) + self.request.params.max_tokens
 
+    def take_in(self, token_ids: list[int], log_probs: list[float], version: int) -> None:
+        """Note tokens that were sampled since it was last put to wait, all by one version."""
+        if not token_ids:
+            return
+        self.token_ids += token_ids
+        self.log_probs += log_probs
+        count = len(token_ids)
+        if self.versions and self.versions[-1][0] == version:
+            count += self.versions.pop()[1]
+        self.versions.append((version, count))
+
 
 class Running:
     """A table with one row a running sequence, and the rows in the order of arrival."""
 
-    def __init__(self, size: int, sequences: list[Sequence]) -> None:
-        """`sequences` are all that may ever run here: they set the table's widths."""
-        params = [sequence.request.params for sequence in sequences]
-        longest = max(p.max_tokens for p in params)
-        stops = max(1, *(len(p.stop_token_ids) for p in params))
+    def __init__(self, size: int) -> None:
         self.order: IntArray = np.empty(0, dtype=np.int64)
+        self.length: IntArray = _zeros(size, np.int64)  # tokens known, with the prompt's
+        self.cached: IntArray = _zeros(size, np.int64)  # of these, tokens in the key/value cache
+        self.max_pages: IntArray = _zeros(size, np.int64)  # of the longest it may get
+        self.listened: NDArray[np.bool_] = _zeros(size, np.bool_)  # someone is told of each token
+        self.ranked: IntArray = _zeros(size, np.int64)  # most likely tokens to tell of with each
         self._sequences: list[Sequence | None] = [None] * size
         self._free = list(range(size - 1, -1, -1))
-        self.cached: IntArray = np.zeros(size, dtype=np.int64)  # tokens in the key/value cache
-        self.last_token: IntArray = np.zeros(size, dtype=np.int64)  # sampled, not yet in the cache
-        self.max_pages: IntArray = np.zeros(size, dtype=np.int64)  # of the longest it may get
-        self._generated: IntArray = np.zeros(size, dtype=np.int64)
-        self._max_tokens: IntArray = np.zeros(size, dtype=np.int64)
-        self._tokens: NDArray[np.int32] = np.zeros((size, longest), dtype=np.int32)
-        self._log_probs: NDArray[np.float32] = np.zeros((size, longest), dtype=np.float32)
-        self._stops: IntArray = np.full((size, stops), NO_TOKEN, dtype=np.int64)
-        self._temperature: NDArray[np.float32] = np.zeros(size, dtype=np.float32)
-        self._top_k: IntArray = np.zeros(size, dtype=np.int64)
-        self._top_p: NDArray[np.float64] = np.zeros(size, dtype=np.float64)
-        self._seed: NDArray[np.uint64] = np.zeros(size, dtype=np.uint64)
+        self._admitted = _zeros(size, np.int64)  # tokens that were known when it got its row
+        self._prompt = _zeros(size, np.int64)  # tokens of the prompt
+        self._max_length = _zeros(size, np.int64)
+        self._tokens: NDArray[np.int32] = np.zeros((size, 0), dtype=np.int32)  # by position
+        self._log_probs: NDArray[np.float32] = np.zeros((size, 0), dtype=np.float32)
+        self._stops: IntArray = np.full((size, 1), NO_TOKEN, dtype=np.int64)
+        self._temperature = _zeros(size, np.float32)
+        self._top_k = _zeros(size, np.int64)
+        self._top_p = _zeros(size, np.float64)
+        self._min_p = _zeros(size, np.float64)
+        self._penalised = _zeros(size, np.bool_)
+        self._penalties = np.zeros((3, size), dtype=np.float32)
+        self._has_stops = _zeros(size, np.bool_)  # strings
+        self._seed = _zeros(size, np.uint64)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -73,59 +104,115 @@ class Running:
 
     def admit(self, sequence: Sequence) -> int:
         """Give a sequence, whose tokens so far are being prefilled, a row."""
-        row = self._free.pop()
+        row = sequence.row = self._free.pop()
         params = sequence.request.params
         self._sequences[row] = sequence
         self.order = np.append(self.order, row)
-        self.cached[row] = sequence.prefill_length
+        length = sequence.prefill_length
+        self._make_room(sequence)
+        self._tokens[row, :length] = sequence.prefill_ids()
+        self.length[row] = self._admitted[row] = length
+        self.cached[row] = 0
         self.max_pages[row] = pages_for(sequence.max_length)
-        count = len(sequence.token_ids)
-        self._generated[row] = count
-        self._tokens[row, :count] = sequence.token_ids
-        self._log_probs[row, :count] = sequence.log_probs
-        self._max_tokens[row] = params.max_tokens
+        self.listened[row] = sequence.on_token is not None
+        self._prompt[row] = len(sequence.prompt)
+        self._max_length[row] = sequence.max_length
         self._stops[row] = NO_TOKEN
         if not params.ignore_eos:
             self._stops[row, : len(params.stop_token_ids)] = sorted(params.stop_token_ids)
         self._temperature[row] = params.temperature
         self._top_k[row] = params.top_k
         self._top_p[row] = params.top_p
+        self._min_p[row] = params.min_p
+        self._penalised[row] = params.has_penalties
+        self._penalties[:, row] = (
+            params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        )  # fmt: skip
+        self._has_stops[row] = bool(params.stop)
+        self.ranked[row] = params.logprobs
         self._seed[row] = sequence.request.seed % 2**64
         return row
+
+    def _make_room(self, sequence: Sequence) -> None:
+        params = sequence.request.params
+        self._tokens = widened(self._tokens, sequence.max_length)
+        self._log_probs = widened(self._log_probs, params.max_tokens)
+        self._stops = widened(self._stops, len(params.stop_token_ids), NO_TOKEN)
+
+    def at(self, row: int) -> Sequence:
+        """The sequence of a row that is taken."""
+        sequence = self._sequences[row]
+        assert sequence is not None, "the row is free"
+        return sequence
+
+    def tokens(self, rows: IntArray, positions: IntArray) -> IntArray:
+        """The tokens at some positions of some rows, as int64."""
+        return self._tokens[rows, positions].astype(np.int64)
 
     def sampling(self, rows: IntArray) -> SamplingRows:
         return SamplingRows(
             temperature=self._temperature[rows],
             top_k=self._top_k[rows],
             top_p=self._top_p[rows],
+            min_p=self._min_p[rows],
             seed=self._seed[rows],
-            generated=self._generated[rows],
+            generated=self.length[rows] - self._prompt[rows],
+        )
+
+    def penalties(self, rows: IntArray) -> Penalties | None:
+        """Those of the rows that have any; None if none has."""
+        places = np.flatnonzero(self._penalised[rows])
+        if not len(places):
+            return None
+        rows = rows[places]
+        lengths = self.length[rows]
+        repetition, presence, frequency = self._penalties[:, rows]
+        return Penalties(
+            rows=places,
+            repetition=repetition,
+            presence=presence,
+            frequency=frequency,
+            tokens=self._tokens[rows, : lengths.max()].astype(np.int64),
+            prompts=self._prompt[rows],
+            lengths=lengths,
         )
 
     def record(
         self, rows: IntArray, tokens: IntArray, log_probs: NDArray[np.float32]
     ) -> tuple[IntArray, IntArray]:
         """Note the token sampled for each row; returns the rows that stopped and that are full."""
-        position = self._generated[rows]
+        position = self.length[rows]
         self._tokens[rows, position] = tokens
-        self._log_probs[rows, position] = log_probs
-        self._generated[rows] += 1
-        self.last_token[rows] = tokens
+        self._log_probs[rows, position - self._prompt[rows]] = log_probs
+        self.length[rows] += 1
         stopped = (self._stops[rows] == tokens[:, None]).any(axis=1)
-        full = ~stopped & (self._generated[rows] == self._max_tokens[rows])
+        for place in np.flatnonzero(self._has_stops[rows] & ~stopped):
+            stopped[place] = self._completes_a_stop(int(rows[place]))
+        full = ~stopped & (self.length[rows] == self._max_length[rows])
         return rows[stopped], rows[full]
 
-    def release(self, rows: IntArray) -> list[Sequence]:
-        """Take sequences out, with all that was sampled for them."""
+    def _completes_a_stop(self, row: int) -> bool:
+        sequence = self.at(row)
+        stops, end = sequence.request.params.stop, self.length[row]
+        start = max(self._prompt[row], end - window_of(stops))
+        assert sequence.decode is not None, "stop strings were checked"
+        return completes_a_stop(self._tokens[row, start:end].tolist(), stops, sequence.decode)
+
+    def release(self, rows: IntArray, version: int) -> list[Sequence]:
+        """Take sequences out, with all that was sampled for them, by this version of weights."""
         self.order = self.order[~np.isin(self.order, rows)]
         released = []
         for row in rows.tolist():
-            sequence = self._sequences[row]
-            assert sequence is not None, "a row that is released is taken"
-            count = self._generated[row]
-            sequence.token_ids = self._tokens[row, :count].tolist()
-            sequence.log_probs = self._log_probs[row, :count].tolist()
+            sequence = self.at(row)
+            start, end, prompt = self._admitted[row], self.length[row], self._prompt[row]
+            log_probs = self._log_probs[row, start - prompt : end - prompt]
+            sequence.take_in(self._tokens[row, start:end].tolist(), log_probs.tolist(), version)
+            sequence.row = NO_ROW
             self._sequences[row] = None
             self._free.append(row)
             released.append(sequence)
         return released
+
+
+def _zeros(size: int, dtype: type[np.generic]) -> NDArray[Any]:
+    return np.zeros(size, dtype=dtype)

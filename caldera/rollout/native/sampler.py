@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +22,29 @@ class SamplingRows:
     temperature: NDArray[np.float32]
     top_k: IntArray
     top_p: NDArray[np.float64]
+    min_p: NDArray[np.float64]
     seed: NDArray[np.uint64]
     generated: IntArray
     """Tokens that the row's request has already."""
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """What some rows of a batch lose for what they hold already."""
+
+    rows: IntArray  # (R,) of the batch
+    repetition: NDArray[np.float32]  # (R,)
+    presence: NDArray[np.float32]  # (R,)
+    frequency: NDArray[np.float32]  # (R,)
+    tokens: IntArray  # (R, L) of prompt and completion
+    prompts: IntArray  # (R,) how many of them are the prompt's
+    lengths: IntArray  # (R,) how many there are
+
+
+class Sampled(NamedTuple):
+    tokens: Tensor  # (B,)
+    log_probs: Tensor  # (B,)
+    all_log_probs: Tensor  # (B, V)
 
 
 def uniforms(seed: NDArray[np.uint64], counter: IntArray) -> NDArray[np.float64]:
@@ -39,30 +60,64 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
-def sample(logits: Tensor, rows: SamplingRows, raw_log_probs: bool) -> tuple[Tensor, Tensor]:
-    """A token and its log-prob for each row of logits (B, V), both (B,).
+def sample(
+    logits: Tensor, rows: SamplingRows, raw_log_probs: bool, penalties: Penalties | None = None
+) -> Sampled:
+    """A token and its log-prob for each row of logits (B, V).
 
-    The log-prob is that after temperature and filters, or the unscaled logits' if asked for. A
-    greedy row has neither temperature nor filters. The choice for a row depends on nothing but
-    that row.
+    The log-prob is that after penalties, temperature and filters, or the plain logits' if asked
+    for. A greedy row has neither temperature nor filters. The choice for a row depends on nothing
+    but that row.
     """
+    plain = logits
+    if penalties is not None:
+        logits = penalise(logits, penalties)
     greedy = rows.temperature == 0
     if greedy.all():
         tokens = logits.argmax(-1)
-        return tokens, _chosen(logits.log_softmax(-1), tokens)
+        return _told(tokens, (plain if raw_log_probs else logits).log_softmax(-1))
     scaled = _scale(logits, np.where(greedy, np.float32(1), rows.temperature))
-    scaled = _filter(scaled, np.where(greedy, -1, rows.top_k), np.where(greedy, 1.0, rows.top_p))
+    scaled = _filter(
+        scaled,
+        np.where(greedy, -1, rows.top_k),
+        np.where(greedy, 1.0, rows.top_p),
+        np.where(greedy, 0.0, rows.min_p),
+    )
     log_probs = scaled.log_softmax(-1)
     tokens = _draw(log_probs.exp(), uniforms(rows.seed, rows.generated))
     if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy).to(logits.device), logits.argmax(-1), tokens)
-    if raw_log_probs and scaled is not logits:
-        log_probs = logits.log_softmax(-1)
-    return tokens, _chosen(log_probs, tokens)
+    if raw_log_probs and scaled is not plain:
+        log_probs = plain.log_softmax(-1)
+    return _told(tokens, log_probs)
 
 
-def _chosen(log_probs: Tensor, tokens: Tensor) -> Tensor:
-    return log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+def penalise(logits: Tensor, penalties: Penalties) -> Tensor:
+    """Logits (B, V) less the penalties of their rows."""
+    device, vocabulary = logits.device, logits.shape[-1]
+    rows, tokens, prompts, lengths, repetition, presence, frequency = (
+        torch.from_numpy(array).to(device)
+        for array in (
+            penalties.rows, penalties.tokens, penalties.prompts, penalties.lengths,
+            penalties.repetition, penalties.presence, penalties.frequency,
+        )
+    )  # fmt: skip
+    places = torch.arange(tokens.shape[1], device=device)
+    known = (places < lengths[:, None]).to(logits.dtype)  # (R, L)
+    sampled = known * (places >= prompts[:, None])
+    empty = logits.new_zeros(len(rows), vocabulary)
+    seen = empty.scatter_add(1, tokens, known) > 0
+    count = empty.scatter_add(1, tokens, sampled)  # (R, V)
+    chosen = logits.index_select(0, rows)
+    factor = repetition[:, None]
+    repeated = torch.where(chosen > 0, chosen / factor, chosen * factor)
+    chosen = torch.where(seen, repeated, chosen)
+    chosen = chosen - frequency[:, None] * count - presence[:, None] * (count > 0)
+    return logits.index_copy(0, rows, chosen)
+
+
+def _told(tokens: Tensor, log_probs: Tensor) -> Sampled:
+    return Sampled(tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1), log_probs)
 
 
 def _scale(logits: Tensor, temperature: NDArray[np.float32]) -> Tensor:
@@ -71,8 +126,15 @@ def _scale(logits: Tensor, temperature: NDArray[np.float32]) -> Tensor:
     return logits / torch.from_numpy(temperature).to(logits.device)[:, None]
 
 
-def _filter(logits: Tensor, top_k: IntArray, top_p: NDArray[np.float64]) -> Tensor:
+def _filter(
+    logits: Tensor, top_k: IntArray, top_p: NDArray[np.float64], min_p: NDArray[np.float64]
+) -> Tensor:
     """Logits with those of filtered tokens at minus infinity; the same tensor if none are."""
+    if min_p.any():
+        with np.errstate(divide="ignore"):
+            share = torch.from_numpy(np.log(min_p)).to(logits.device, logits.dtype)  # (B,)
+        least = logits.amax(-1, keepdim=True) + share[:, None]
+        logits = logits.masked_fill(logits < least, float("-inf"))
     vocabulary = logits.shape[-1]
     top_k = np.where((top_k < 1) | (top_k > vocabulary), vocabulary, top_k)
     limited = (top_k < vocabulary) | (top_p < 1)

@@ -4,131 +4,190 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caldera.rollout.base import FinishReason
 from caldera.rollout.native.attention import padding_order
-from caldera.rollout.native.blocks import PAGE_SIZE, BlockManager, IntArray, pages_for
-from caldera.rollout.native.running import Running, Sequence
+from caldera.rollout.native.blocks import (
+    NO_PAGES,
+    PAGE_SIZE,
+    BlockManager,
+    IntArray,
+    pages_for,
+)
+from caldera.rollout.native.prefixes import extend_keys
+from caldera.rollout.native.running import NO_ROW, Running, Sequence
+from caldera.rollout.native.steps import Chunks, Decode, Prefill, Step
 
 ADMISSION_SHARE = 8
 """Sequences are admitted when an eighth of the rows is free: a prefill pass stops the decoding."""
 
 
-@dataclass(frozen=True)
-class Prefill:
-    """Whole sequences to run through the model, packed."""
+@dataclass
+class _Plan:
+    """Rows to run and to sample for, as they are being gathered."""
 
-    rows: IntArray  # (B,) of the table, to sample a token for
-    token_ids: IntArray  # (T,)
-    slots: IntArray  # (T,) where their keys and values are kept
-    lengths: list[int]  # of the sequences that are run: one a group of rows with the same prompt
-    leaders: IntArray  # (B,) the sequence that was run for each row
-    page_copies: IntArray  # (C, 2) pages to copy afterwards, as (source, target)
+    rows: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)  # tokens of each that are run
+    sampled: list[int] = field(default_factory=list)  # rows to sample a token for
+    leaders: list[int] = field(default_factory=list)  # the place in `rows` of what was run for each
+    copies: list[tuple[int, int]] = field(default_factory=list)  # pages, (source, target)
+    tokens: int = 0
 
+    @property
+    def ends_a_row(self) -> bool:
+        """Whether the newest of those that run is run to its end."""
+        return bool(self.leaders) and self.leaders[-1] == len(self.rows) - 1
 
-@dataclass(frozen=True)
-class Decode:
-    """The newest token of every running sequence."""
+    def run(self, row: int, count: int, to_the_end: bool) -> None:
+        self.rows.append(row)
+        self.counts.append(count)
+        self.tokens += count
+        if to_the_end:
+            self.follow(row, None)
 
-    rows: IntArray  # (B,)
-    token_ids: IntArray  # (B,)
-    slots: IntArray  # (B,)
-    lengths: IntArray  # (B,) tokens of each sequence, this one included
-    tables: IntArray  # (B, pages of the longest)
+    def follow(self, row: int, copy: tuple[int, int] | None) -> None:
+        """Sample for a row what the newest of those that run says."""
+        self.sampled.append(row)
+        self.leaders.append(len(self.rows) - 1)
+        self.copies.extend([copy] if copy else [])
 
 
 class Scheduler:
     """Steps that are either a prefill of waiting sequences or a decoding of all running ones.
 
+    With `chunked`, a step is both: every sequence that can be decoded is, and prompts take what is
+    left of the tokens that a step may have, in pieces if they must.
+
     The cache's pages are not reserved for the longest a sequence may get. When they run out, the
     sequence that arrived last gives its pages back and waits, to be prefilled again with what was
-    sampled for it.
+    sampled for it. With `prefixes`, pages are found again by what is in them.
     """
 
-    def __init__(self, running: Running, blocks: BlockManager, max_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        running: Running,
+        blocks: BlockManager,
+        max_batched_tokens: int,
+        chunked: bool = False,
+        prefixes: bool = False,
+    ) -> None:
         self.preemptions = 0
+        self.version = 0
+        """Of the weights that sample now."""
         self._running = running
         self._blocks = blocks
         self._max_batched_tokens = max_batched_tokens
+        self._chunked = chunked
+        self._prefixes = prefixes
         self._batch_of_admissions = max(1, running.free_rows // ADMISSION_SHARE)
         self._waiting: deque[Sequence] = deque()
 
     def add(self, sequences: Iterable[Sequence]) -> None:
-        """Let sequences wait; those of one group are together, behind the first of them."""
-        groups: dict[int, list[Sequence]] = {}
+        """Let sequences wait; those with one prompt are together, behind the first of them."""
+        groups: dict[bytes, list[Sequence]] = {}
         for sequence in sequences:
-            groups.setdefault(sequence.group, []).append(sequence)
+            groups.setdefault(sequence.prompt.tobytes(), []).append(sequence)
         for members in groups.values():
             self._waiting.extend(members)
 
     def has_work(self) -> bool:
         return bool(self._waiting) or len(self._running) > 0
 
-    def schedule(self) -> Prefill | Decode:
-        """The next step: a prefill where sequences can be admitted, otherwise a decoding."""
+    def schedule(self) -> Step:
+        """The next step."""
+        if self._chunked:
+            return self._mix()
         enough_rows = min(len(self._waiting), self._batch_of_admissions)
         if self._waiting and (not len(self._running) or self._running.free_rows >= enough_rows):
-            prefill = self._admit()
-            if prefill is not None:
-                return prefill
+            plan = _Plan()
+            self._admit(plan, self._max_batched_tokens)
+            if plan.rows:
+                return self._packed(plan)
         return self._decode()
 
     def update(
-        self, step: Prefill | Decode, tokens: IntArray, log_probs: NDArray[np.float32]
+        self, step: Step, tokens: IntArray, log_probs: NDArray[np.float32]
     ) -> list[Sequence]:
         """Take in the tokens sampled for a step's rows; returns the sequences that are finished."""
+        if self._prefixes and isinstance(step, Prefill):
+            for row in step.prefilled.tolist():
+                self._keep(row)
         stopped, full = self._running.record(step.rows, tokens, log_probs)
         finished = []
-        for rows, reason in ((stopped, "stop"), (full, "length")):
-            for row in rows.tolist():
-                self._blocks.free(row)
-            for sequence in self._running.release(rows) if len(rows) else ():
-                sequence.finish_reason = reason  # type: ignore[assignment]
+        reasons: tuple[FinishReason, FinishReason] = ("stop", "length")
+        for rows, reason in zip((stopped, full), reasons, strict=True):
+            for sequence in self._release(rows) if len(rows) else ():
+                sequence.finish_reason = reason
                 finished.append(sequence)
         return finished
 
-    def _admit(self) -> Prefill | None:
-        """Prefill as many waiting sequences as tokens, rows and pages allow; None if none."""
-        rows: list[int] = []
-        leaders: list[int] = []
-        runs: list[tuple[Sequence, int]] = []  # the sequences to run, with their rows
-        copies: list[tuple[int, int]] = []
-        tokens = 0
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, with all that was sampled for it."""
+        if sequence.row == NO_ROW:
+            self._waiting.remove(sequence)
+        else:
+            self._release(np.array([sequence.row]))
+
+    def restart(self) -> None:
+        """Let all that run wait, in their order: what the cache holds is worth nothing any more."""
+        if len(self._running):
+            rows = self._running.order
+            self._waiting.extendleft(reversed(self._release(rows)))
+        self._blocks.forget()
+
+    # ---- admission
+
+    def _admit(self, plan: _Plan, budget: int) -> None:
+        """Plan as many waiting sequences as tokens, rows and pages allow."""
         while self._waiting and self._running.free_rows:
             sequence = self._waiting[0]
-            length = sequence.prefill_length
-            forked = bool(runs) and _same_tokens(runs[-1][0], sequence)
-            needed = (length % PAGE_SIZE > 0) if forked else pages_for(length)
-            if not self._fits(sequence, needed):
-                break
-            if not forked and runs and tokens + length > self._max_batched_tokens:
-                break
-            row = self._running.admit(self._waiting.popleft())
-            if forked:
-                copy = self._blocks.fork(runs[-1][1], row, length)
-                copies.extend([copy] if copy else [])
-            else:
-                self._blocks.allocate(row, length)
-                runs.append((sequence, row))
-                tokens += length
-            rows.append(row)
-            leaders.append(len(runs) - 1)
-        if not rows:
-            return None
-        lengths = [sequence.prefill_length for sequence, _ in runs]
-        owners = np.repeat(np.array([row for _, row in runs]), lengths)
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        return Prefill(
-            rows=np.array(rows),
-            token_ids=np.concatenate([sequence.prefill_ids() for sequence, _ in runs]),
-            slots=self._blocks.slots(owners, positions),
-            lengths=lengths,
-            leaders=np.array(leaders),
-            page_copies=np.array(copies, dtype=np.int64).reshape(-1, 2),
-        )
+            leader = self._running.at(plan.rows[-1]) if plan.ends_a_row else None
+            if leader is not None and _same_tokens(leader, sequence):
+                if not self._fork(plan, leader, sequence):
+                    return
+            elif not self._begin(plan, sequence, budget):
+                return
+
+    def _fork(self, plan: _Plan, leader: Sequence, sequence: Sequence) -> bool:
+        length = sequence.prefill_length
+        if not self._fits(sequence, length % PAGE_SIZE > 0):
+            return False
+        row = self._running.admit(self._waiting.popleft())
+        self._running.cached[row] = length
+        plan.follow(row, self._blocks.fork(leader.row, row, length))
+        return True
+
+    def _begin(self, plan: _Plan, sequence: Sequence, budget: int) -> bool:
+        """Plan the first run of a sequence, from where its pages are not known; False if it must
+        wait."""
+        length = sequence.prefill_length
+        known = self._known_pages(sequence)
+        start = len(known) * PAGE_SIZE
+        count = length - start
+        if self._chunked:
+            count = min(count, budget - plan.tokens)
+        elif plan.rows and plan.tokens + count > budget:
+            return False
+        in_use = int((self._blocks.references[known] > 0).sum())
+        if count < 1 or not self._fits(sequence, pages_for(length) - in_use):
+            return False
+        row = self._running.admit(self._waiting.popleft())
+        self._blocks.allocate(row, length, known)
+        self._running.cached[row] = start
+        plan.run(row, count, start + count == length)
+        return True
+
+    def _known_pages(self, sequence: Sequence) -> IntArray:
+        """Pages that hold the start of the sequence; its last token is always run."""
+        if not self._prefixes or sequence.lacks_prompt_log_probs:
+            return NO_PAGES
+        full = (sequence.prefill_length - 1) // PAGE_SIZE
+        extend_keys(sequence.keys, sequence.prefill_ids(), full)
+        return self._blocks.find(sequence.keys[:full])
 
     def _fits(self, sequence: Sequence, needed: int) -> bool:
         """Whether a page is left for each that will want one, so that none is evicted at once."""
@@ -139,34 +198,106 @@ class Scheduler:
         wanting += pages_for(sequence.max_length) > pages_for(sequence.prefill_length)
         return needed + wanting <= self._blocks.free_pages
 
-    def _decode(self) -> Decode:
+    # ---- steps
+
+    def _mix(self) -> Step:
+        """All that can be decoded, then prompts that have begun, then prompts that wait."""
+        running = self._running
+        ready = self._ready()
+        plan = _Plan()
+        budget = max(self._max_batched_tokens - len(ready), PAGE_SIZE)
+        begun = running.order[running.cached[running.order] < running.length[running.order] - 1]
+        for row in begun.tolist():
+            rest = int(running.length[row] - running.cached[row])
+            count = min(rest, budget - plan.tokens)
+            if count > 0:
+                plan.run(row, count, count == rest)
+        self._admit(plan, budget)
+        if not plan.rows:
+            return self._decode(ready)
+        return self._packed(plan, ready)
+
+    def _packed(self, plan: _Plan, ready: IntArray | None = None) -> Prefill | Chunks:
+        """A step of the runs that were planned, behind the rows that are ready to be decoded."""
+        running, blocks = self._running, self._blocks
+        decoded = [] if ready is None else ready.tolist()
+        rows = np.array(decoded + plan.rows, dtype=np.int64)
+        counts = np.array([1] * len(decoded) + plan.counts, dtype=np.int64)
+        starts = running.cached[rows]
+        ends = np.cumsum(counts)
+        owners = np.repeat(rows, counts)
+        positions = np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
+        running.cached[rows] += counts
+        leaders = np.array(plan.leaders, dtype=np.int64) + len(decoded)
+        packed = Prefill(
+            rows=np.array(decoded + plan.sampled, dtype=np.int64),
+            token_ids=running.tokens(owners, positions),
+            slots=blocks.slots(owners, positions),
+            lengths=counts.tolist(),
+            run=rows,
+            leaders=np.concatenate([np.arange(len(decoded)), leaders]),
+            page_copies=np.array(plan.copies, dtype=np.int64).reshape(-1, 2),
+        )
+        lengths = running.cached[rows]
+        if not starts.any() and (lengths == running.length[rows]).all():
+            return packed
+        tables = blocks.tables[rows, : pages_for(int(lengths.max()))]
+        return Chunks(**vars(packed), positions=positions, ends=lengths, tables=tables)
+
+    def _ready(self) -> IntArray:
+        """The rows that lack one token only, each with a page for it."""
         running, blocks = self._running, self._blocks
         while True:
-            rows = running.order
-            positions = running.cached[rows]
-            wanting = rows[blocks.owned[rows] * PAGE_SIZE == positions]
+            lacking = running.length[running.order] - running.cached[running.order]
+            rows: IntArray = running.order[lacking == 1]
+            wanting = rows[blocks.owned[rows] * PAGE_SIZE == running.cached[rows]]
             if len(wanting) <= blocks.free_pages:
-                break
-            self._preempt(rows[-1:])
-        blocks.append(wanting)
+                blocks.append(wanting)
+                return rows
+            self._preempt(running.order[-1:])
+
+    def _decode(self, ready: IntArray | None = None) -> Decode:
+        running, blocks = self._running, self._blocks
+        rows = self._ready() if ready is None else ready
+        positions = running.cached[rows]
         order = padding_order(positions + 1)
         if order is not None:
             rows, positions = rows[order], positions[order]
         running.cached[rows] += 1
         return Decode(
             rows=rows,
-            token_ids=running.last_token[rows],
+            token_ids=running.tokens(rows, positions),
             slots=blocks.slots(rows, positions),
             lengths=positions + 1,
             tables=blocks.tables[rows, : pages_for(int(positions.max()) + 1)],
         )
 
+    # ---- leaving
+
     def _preempt(self, row: IntArray) -> None:
         assert len(self._running) > 1, "each request fits into the cache alone"
-        self._blocks.free(int(row[0]))
-        self._waiting.extendleft(self._running.release(row))
+        self._waiting.extendleft(self._release(row))
         self.preemptions += 1
+
+    def _release(self, rows: IntArray) -> list[Sequence]:
+        for row in rows.tolist():
+            if self._prefixes:
+                self._keep(row)
+            self._blocks.free(row)
+        return self._running.release(rows, self.version)
+
+    def _keep(self, row: int) -> None:
+        """Let the full pages of a row be found."""
+        running = self._running
+        keys = running.at(row).keys
+        full = int(running.cached[row]) // PAGE_SIZE
+        positions = np.arange(full * PAGE_SIZE)
+        extend_keys(keys, running.tokens(np.full(len(positions), row), positions), full)
+        self._blocks.keep(row, keys[:full])
 
 
 def _same_tokens(one: Sequence, other: Sequence) -> bool:
-    return one.group == other.group and not one.token_ids and not other.token_ids
+    """Whether what is run for one says what the other wants to know."""
+    return not (one.token_ids or other.token_ids or other.lacks_prompt_log_probs) and (
+        np.array_equal(one.prompt, other.prompt)
+    )

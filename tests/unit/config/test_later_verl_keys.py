@@ -27,8 +27,6 @@ EVERY_HEAD_KEY = {key: value for name in FILES for key, value in HEAD[name].item
 
 REFUSED_DEFAULTS = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
-    "actor_rollout_ref.rollout.enable_chunked_prefill",
-    "actor_rollout_ref.rollout.enable_prefix_caching",
 }
 """Defaults of later releases that ask for something else than happens here."""
 

@@ -28,6 +28,7 @@ FROM_MACHINE = "chosen from the machine"
 NO_MODEL = "there is no default model; the user names one"
 NO_DATA = "there is no default data; the user names it"
 ONE_DEVICE = "sampling runs on one device"
+OFF_UNLESS_ASKED = "without them a batch does not depend on what was sampled before it"
 PACKED = "sequences are always packed without padding"
 TWO_GROUPS = "a free dictionary that starts empty; both groups may be given"
 ROWS_ARE_READY = "rows of text are ready sooner than worker processes are"
@@ -50,8 +51,8 @@ EVERYWHERE: dict[str, tuple[Any, str]] = {
     "actor_rollout_ref.model.path": (None, NO_MODEL),
     "actor_rollout_ref.rollout.dtype": (None, FROM_MACHINE),
     "actor_rollout_ref.rollout.tensor_model_parallel_size": (1, ONE_DEVICE),
-    "actor_rollout_ref.rollout.enable_chunked_prefill": (False, "a prompt is never split"),
-    "actor_rollout_ref.rollout.enable_prefix_caching": (False, "prompts share no prefixes"),
+    "actor_rollout_ref.rollout.enable_chunked_prefill": (False, OFF_UNLESS_ASKED),
+    "actor_rollout_ref.rollout.enable_prefix_caching": (False, OFF_UNLESS_ASKED),
     "actor_rollout_ref.rollout.calculate_log_probs": (
         True,
         "sampler and trainer are always compared",

@@ -10,7 +10,8 @@ import torch
 from caldera.errors import RolloutError
 from caldera.rollout import HFRollout, NativeRollout, Request
 from caldera.rollout.native.sampler import SamplingRows, sample
-from caldera.rollout.native.scheduler import Decode, Prefill, Scheduler
+from caldera.rollout.native.scheduler import Scheduler
+from caldera.rollout.native.steps import Decode, Prefill
 
 CPU = torch.device("cpu")
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma3"]
@@ -110,6 +111,7 @@ def test_each_token_has_its_own_random_number(build_model, config, make_requests
             temperature=np.ones(count, dtype=np.float32),
             top_k=np.full(count, -1),
             top_p=np.full(count, 0.95),
+            min_p=np.zeros(count),
             seed=np.full(count, request.seed % 2**64, dtype=np.uint64),
             generated=np.arange(count),
         )

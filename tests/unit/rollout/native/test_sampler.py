@@ -6,16 +6,26 @@ import numpy as np
 import pytest
 import torch
 
-from caldera.rollout.native.sampler import SamplingRows, _draw, sample, uniforms
+from caldera.rollout.native.sampler import (
+    Penalties,
+    SamplingRows,
+    _draw,
+    penalise,
+    sample,
+    uniforms,
+)
 
 PROBABILITIES = [0.4, 0.3, 0.15, 0.1, 0.05]
 
 
-def rows(count, temperature=1.0, top_k=-1, top_p=1.0, seeds=None, generated=0) -> SamplingRows:
+def rows(
+    count, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, seeds=None, generated=0
+) -> SamplingRows:
     return SamplingRows(
         temperature=np.full(count, temperature, dtype=np.float32),
         top_k=np.full(count, top_k),
         top_p=np.full(count, top_p),
+        min_p=np.full(count, min_p),
         seed=np.arange(count, dtype=np.uint64) if seeds is None else np.array(seeds, np.uint64),
         generated=np.full(count, generated),
     )
@@ -23,7 +33,7 @@ def rows(count, temperature=1.0, top_k=-1, top_p=1.0, seeds=None, generated=0) -
 
 def frequencies(count=40_000, **params) -> list[float]:
     logits = torch.tensor(PROBABILITIES).log().expand(count, -1)
-    tokens, _ = sample(logits, rows(count, **params), raw_log_probs=False)
+    tokens = sample(logits, rows(count, **params), raw_log_probs=False).tokens
     return (torch.bincount(tokens, minlength=5) / count).tolist()
 
 
@@ -83,15 +93,49 @@ def test_top_p_applies_to_what_top_k_left():
     assert frequencies(top_k=3, top_p=0.8) == pytest.approx([4 / 7, 3 / 7, 0, 0, 0], abs=0.01)
 
 
+def test_min_p_is_a_share_of_the_most_likely():
+    assert frequencies(min_p=0.3) == pytest.approx([8 / 17, 6 / 17, 3 / 17, 0, 0], abs=0.01)
+    assert frequencies(min_p=1.0) == [1, 0, 0, 0, 0]
+    # after temperature: of the squares, 0.16, 0.09, 0.0225 ...
+    expected = [0.16 / 0.25, 0.09 / 0.25, 0, 0, 0]
+    assert frequencies(min_p=0.3, temperature=0.5) == pytest.approx(expected, abs=0.01)
+
+
+def test_penalties_by_hand():
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5], [2.0, -2.0, 1.0, 0.5], [9.0, 9.0, 9.0, 9.0]])
+    penalties = Penalties(
+        rows=np.array([1, 0]),
+        repetition=np.array([2.0, 1.0], dtype=np.float32),
+        presence=np.array([0.0, 0.5], dtype=np.float32),
+        frequency=np.array([0.25, 0.125], dtype=np.float32),
+        tokens=np.array([[0, 1, 2, 2, 3], [3, 1, 0, 3, 3]]),
+        prompts=np.array([2, 1]),
+        lengths=np.array([4, 3]),  # what follows counts for nothing
+    )
+    assert penalise(logits, penalties).tolist() == [
+        [2 - 0.5 - 0.125, -2 - 0.5 - 0.125, 1, 0.5],
+        [1, -4, 0.5 - 2 * 0.25, 0.5],
+        [9, 9, 9, 9],
+    ]
+    greedy = rows(3, temperature=0.0)
+    tokens, log_probs, everything = sample(logits, greedy, False, penalties)
+    assert tokens.tolist() == [0, 0, 0]
+    expected = torch.tensor([1.375, -2.625, 1, 0.5]).log_softmax(-1)
+    torch.testing.assert_close(everything[0], expected)
+    raw = sample(logits, greedy, True, penalties)
+    torch.testing.assert_close(raw.log_probs, logits.log_softmax(-1)[:, 0])
+    torch.testing.assert_close(log_probs[1], torch.tensor([1, -4, 0, 0.5]).log_softmax(-1)[0])
+
+
 def test_equal_logits_are_kept_together():
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0]]).expand(200, -1)
-    tokens, _ = sample(logits, rows(200, top_k=2), raw_log_probs=False)
+    tokens = sample(logits, rows(200, top_k=2), raw_log_probs=False).tokens
     assert set(tokens.tolist()) == {1, 2, 3, 4}
 
 
 def test_temperature_zero_takes_the_most_likely_without_filters():
     logits = torch.randn(50, 5, generator=torch.Generator().manual_seed(0))
-    tokens, log_probs = sample(logits, rows(50, temperature=0.0, top_k=2), raw_log_probs=False)
+    tokens, log_probs, _ = sample(logits, rows(50, temperature=0.0, top_k=2), False)
     assert torch.equal(tokens, logits.argmax(-1))
     torch.testing.assert_close(log_probs, logits.log_softmax(-1).max(-1).values)
 
@@ -99,7 +143,7 @@ def test_temperature_zero_takes_the_most_likely_without_filters():
 def test_log_probs_after_or_before_temperature_and_filters():
     logits = torch.tensor(PROBABILITIES).log().expand(100, -1)
     params = rows(100, temperature=0.5, top_k=2)
-    tokens, processed = sample(logits, params, raw_log_probs=False)
+    tokens, processed, _ = sample(logits, params, raw_log_probs=False)
     raw = sample(logits, params, raw_log_probs=True)[1]
     kept = 0.16 + 0.09
     expected = {0: math.log(0.16 / kept), 1: math.log(0.09 / kept)}
@@ -115,13 +159,14 @@ def test_a_row_depends_on_itself_alone():
         temperature=np.array([1.0, 0.0, 0.7, 1.3, 1.0, 0.5], dtype=np.float32),
         top_k=np.array([-1, 5, 5, -1, 3, 0]),
         top_p=np.array([1.0, 0.5, 1.0, 0.9, 0.5, 1.0]),
+        min_p=np.array([0.0, 0.5, 0.0, 0.0, 0.1, 0.2]),
         seed=np.array([3, 1, 4, 1, 5, 9], dtype=np.uint64),
         generated=np.array([0, 7, 3, 7, 1, 2]),
     )
-    tokens, log_probs = sample(logits, mixed, raw_log_probs=False)
+    tokens, log_probs, _ = sample(logits, mixed, raw_log_probs=False)
     for row in range(6):
         alone = SamplingRows(*(getattr(mixed, name)[[row]] for name in mixed.__dataclass_fields__))
-        token, log_prob = sample(logits[[row]], alone, raw_log_probs=False)
+        token, log_prob, _ = sample(logits[[row]], alone, raw_log_probs=False)
         assert (token.item(), log_prob.item()) == (tokens[row].item(), log_probs[row].item())
 
 
