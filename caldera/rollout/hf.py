@@ -55,11 +55,18 @@ class HFRollout(Rollout):
         super().__init__(config, module, device)
         self._dtype = sampling_dtype(module, config.dtype, device)
         self._raw_log_probs = config.logprobs_mode == "raw_logprobs"
-        if config.native.exact:
-            raise UnsupportedError(
-                "actor_rollout_ref.rollout.native.exact=True: takes "
-                "actor_rollout_ref.rollout.name=native, not hf"
-            )
+        options = {
+            "native.exact": config.native.exact or None,
+            "enable_prefix_caching": config.enable_prefix_caching or None,
+            "enable_chunked_prefill": config.enable_chunked_prefill or None,
+            "kv_cache_blocks": config.kv_cache_blocks,
+        }
+        for key, value in options.items():
+            if value is not None:
+                raise UnsupportedError(
+                    f"actor_rollout_ref.rollout.{key}={value}: takes "
+                    "actor_rollout_ref.rollout.name=native, not hf"
+                )
 
     def wake_up(self, part: RolloutPart | None = None) -> None:
         """Nothing to do: `generate` allocates its cache and frees it."""

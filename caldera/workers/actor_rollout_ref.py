@@ -90,8 +90,7 @@ class ActorRolloutRefWorker(Worker):
         config, meta = self.config.rollout, prompts.meta_info
         seeds = [int(seed) for seed in prompts.non_tensor_batch["sample_seed"]]
         requests = requests_from_batch(prompts, config, self._stop_tokens(meta), seeds)
-        scoring = self._begin_scoring(prompts)
-        with self.sharding_manager:
+        with self._begin_scoring(prompts) as scoring, self.sharding_manager:
             completions = self.rollout.generate(requests, scoring.on_finished)
         return scoring.join(completions_to_batch(
             prompts, completions, config.response_length, meta["pad_token_id"],
@@ -187,6 +186,13 @@ class ActorRolloutRefWorker(Worker):
         module = self.actor.module
         dtype = DTYPES[config.dtype or memory.model_dtype]
         if not self.actor.is_whole or dtype != DTYPES[memory.model_dtype]:
+            if config.native.exact:
+                raise ConfigError(
+                    "actor_rollout_ref.rollout.native.exact=True: sampler and trainer must share "
+                    "one module, but the actor is sharded, or actor_rollout_ref.rollout.dtype="
+                    f"{config.dtype} is not that of its parameters. Takes strategy=local, and the "
+                    "same precision"
+                )
             # adapters come over merged
             plain = replace(self.config.model, lora_rank=0, lora_adapter_path=None)
             module = load_policy(plain, dtype, memory.seed, MODEL_KEY).to(self.device)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
+from caldera.errors import UnsupportedError
 from caldera.models.attention import ATTENTION
 from caldera.rollout import HFRollout
 
@@ -77,3 +79,16 @@ def test_stop_tokens_end_a_completion_unless_ignored(llama, config, make_request
     assert stopped.finish_reason == "stop"
     ignoring = make_requests([4, 6], temperature=0.0, stop_token_ids=stops, ignore_eos=True)
     assert rollout.generate(ignoring)[0].token_ids == free[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("enable_prefix_caching", True),
+        ("enable_chunked_prefill", True),
+        ("kv_cache_blocks", 8),
+    ],
+)
+def test_options_of_the_native_sampler_are_refused(llama, config, key, value):
+    with pytest.raises(UnsupportedError, match=f"rollout.{key}={value}.*name=native"):
+        HFRollout(config(**{key: value}), llama, CPU)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from caldera.errors import ConfigError
 from caldera.protocol import DataProto
 from caldera.rollout import HFRollout, NativeRollout
 from caldera.single_controller import WorkerGroup
@@ -64,6 +65,11 @@ def test_a_batch_of_answers(policy: Policy, prompts: DataProto) -> None:
     for name in ("old_log_probs", "entropys", "rollout_log_probs"):
         assert (tensors[name][mask == 0] == 0).all()
     assert (tensors["entropys"][mask == 1] > 0).all()
+
+
+def test_exact_mode_needs_one_module(policy: Policy) -> None:
+    with pytest.raises(ConfigError, match=r"native.exact=True: .* one module.*bfloat16"):
+        policy(f"{REF}.rollout.native.exact=True", f"{REF}.rollout.dtype=bfloat16")
 
 
 def test_squared_probabilities_on_request(policy: Policy, prompts: DataProto) -> None:
