@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ from caldera.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from caldera.workers.building import build_engine, compiles, register_mesh, save_role
+from caldera.workers.building import build_engine, compiles, register_mesh, save_role, stop_tokens
 from caldera.workers.inputs import MASKED_ANSWERS, POLICY_LOSS, PROMPTS, REWARD_ROWS
 from caldera.workers.losses import policy_loss
 from caldera.workers.phases import mfu_timer, on_device
@@ -81,7 +80,8 @@ class ActorRolloutRefWorker(Worker):
         """Sample one answer a row; the row's `sample_seed` decides its random numbers."""
         config, meta = self.config.rollout, prompts.meta_info
         seeds = [int(seed) for seed in prompts.non_tensor_batch["sample_seed"]]
-        requests = requests_from_batch(prompts, config, self._stop_tokens(meta), seeds)
+        stops = stop_tokens(self.actor.module, meta["eos_token_id"])
+        requests = requests_from_batch(prompts, config, stops, seeds)
         scoring = self._begin_scoring(prompts)
         with self.sharding_manager:
             completions = self.rollout.generate(requests, scoring.on_finished)
@@ -220,9 +220,3 @@ class ActorRolloutRefWorker(Worker):
             mfu_timer("actor_infer", engine, data) as mfu,
         ):
             return engine.infer(data, plan), mfu
-
-    def _stop_tokens(self, meta: dict[str, Any]) -> set[int]:
-        """The tokenizer's end token, and those that the model's generation config names."""
-        own = base_module(self.actor.module).generation_config.eos_token_id
-        listed = own if isinstance(own, list) else [own]
-        return {int(token) for token in [meta["eos_token_id"], *listed] if token is not None}
