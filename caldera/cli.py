@@ -5,38 +5,74 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.trainer.entry import run_entry_point, split_overrides
 
 
+def _train(arguments: list[str]) -> int:
+    from caldera.trainer.main_ppo import main as train
+
+    return train(arguments)
+
+
+def _sft(arguments: list[str]) -> int:
+    from caldera.trainer.sft_trainer import SFT
+
+    return SFT.main(arguments)
+
+
+def _reward_model(arguments: list[str]) -> int:
+    from caldera.trainer.rm_trainer import REWARD_MODEL
+
+    return REWARD_MODEL.main(arguments)
+
+
+def _dpo(arguments: list[str]) -> int:
+    from caldera.trainer.dpo_trainer import DPO
+
+    return DPO.main(arguments)
+
+
+def _generate(arguments: list[str]) -> int:
+    from caldera.trainer.main_generation import main as generate
+
+    return generate(arguments)
+
+
+def _evaluate(arguments: list[str]) -> int:
+    from caldera.trainer.main_eval import main as evaluate
+
+    return evaluate(arguments)
+
+
+def _data(arguments: list[str]) -> int:
+    from caldera.data.prepare.command import DataCommand
+    from caldera.reward_score.routing import find_scorer
+
+    command = DataCommand(arguments, find_scorer)
+    return run_entry_point(command.run) or command.status
+
+
+OWN_PARSERS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "sft": _sft,
+    "rm": _reward_model,
+    "dpo": _dpo,
+    "generate": _generate,
+    "eval": _evaluate,
+    "data": _data,
+}
+"""Commands that read their arguments themselves, such as --config-name and keys."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["train"]:  # its own parser knows --config-name and the keys
-        from caldera.trainer.main_ppo import main as train
-
-        return train(arguments[1:])
-    if arguments[:1] == ["sft"]:  # the same
-        from caldera.trainer.sft_trainer import SFT
-
-        return SFT.main(arguments[1:])
-    if arguments[:1] == ["rm"]:
-        from caldera.trainer.rm_trainer import REWARD_MODEL
-
-        return REWARD_MODEL.main(arguments[1:])
-    if arguments[:1] == ["dpo"]:
-        from caldera.trainer.dpo_trainer import DPO
-
-        return DPO.main(arguments[1:])
-    if arguments[:1] == ["eval"]:
-        from caldera.trainer.main_eval import main as evaluate
-
-        return evaluate(arguments[1:])
-    if arguments[:1] == ["data"]:  # the same: what it takes is known where data sets are
-        return _data(arguments[1:])
+    if arguments and arguments[0] in OWN_PARSERS:
+        return OWN_PARSERS[arguments[0]](arguments[1:])
     parser = argparse.ArgumentParser(
         prog="caldera", description="Reinforcement learning of language models."
     )
@@ -46,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("rm", help="train a reward model on pairs of answers: key=value ...")
     commands.add_parser("dpo", help="train a policy on pairs of answers: key=value ...")
     commands.add_parser("data", help="prepare public data sets, check data files")
+    commands.add_parser("generate", help="sample answers to the prompts of a file: key=value ...")
     commands.add_parser("eval", help="score a file of answers: key=value ...")
     _add_demo(commands)
     _add_report(commands)
@@ -198,14 +235,6 @@ def _demo(parsed: argparse.Namespace, overrides: list[str]) -> int:
 
     output = parsed.output or Path("outputs") / f"demo-{parsed.model}"
     return run_entry_point(lambda: run_demo(parsed.model, output, parsed.lora, overrides))
-
-
-def _data(arguments: list[str]) -> int:
-    from caldera.data.prepare.command import DataCommand
-    from caldera.reward_score.routing import find_scorer
-
-    command = DataCommand(arguments, find_scorer)
-    return run_entry_point(command.run) or command.status
 
 
 def _report(parsed: argparse.Namespace) -> int:

@@ -78,12 +78,12 @@ The same for `caldera dpo`:
 {reference_tables(DPOTrainerConfig, SFTTrainerConfig)}
 ## generation
 
-The keys of generating answers to a file. Its entry point is not part of this release.
+The keys of [`caldera generate`](../generation.md).
 
 {reference_tables(GenerationConfig)}
 ## evaluation
 
-The keys of scoring such a file. Its entry point is not part of this release.
+The keys of [`caldera eval`](../evaluation.md).
 
 {reference_tables(EvaluationConfig)}"""
 

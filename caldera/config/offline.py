@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from caldera.config.fields import nested, option
+from caldera.config.fields import nested, option, refused
+from caldera.config.reasons import ONE_DEVICE
 from caldera.config.reward import CustomRewardFunctionConfig
 
 
 @dataclass
 class GenerationDataConfig:
     path: str | None = None
-    """Parquet file with the prompts. Required."""
+    """File with the prompts: parquet, JSON or JSON lines. Required."""
     prompt_key: str = "prompt"
     """Column with the chat messages."""
     n_samples: int = option(5, minimum=1, unit="samples a prompt")
@@ -19,13 +20,14 @@ class GenerationDataConfig:
     output_path: str | None = None
     """Parquet file that is written: the input and the column `responses`. Required."""
     batch_size: int = option(128, minimum=1, unit="prompts")
-    """Prompts that are sampled at a time."""
+    """Prompts that are sampled at a time. What is written so far is whole batches."""
 
 
 @dataclass
 class GenerationModelConfig:
     path: str | None = None
-    """Folder or hub name of the Hugging Face model. Required."""
+    """Folder or hub name of the Hugging Face model; with rollout.url, what the server calls it.
+    Required."""
     trust_remote_code: bool = False
     """Whether code that comes with the model may run."""
     external_lib: str | None = None
@@ -35,7 +37,10 @@ class GenerationModelConfig:
 @dataclass
 class GenerationRolloutConfig:
     name: str | None = None
-    """Sampler; null: native."""
+    """Sampler: native, hf; null: native."""
+    url: str | None = None
+    """Address of a server that samples, such as http://host:8000, asked at /v1/chat/completions;
+    null: samplers of the run's own."""
     temperature: float = option(1.0, minimum=0)
     """Divisor of the logits; 0: greedy, with n_samples=1."""
     top_k: int = option(50, minimum=-1, unit="tokens")
@@ -52,20 +57,18 @@ class GenerationRolloutConfig:
     """Precision of sampling; null: bfloat16 on CUDA, float32 on a CPU."""
     gpu_memory_utilization: float = option(0.5, minimum=0, maximum=1, unit="share of memory")
     """Memory of the GPU that weights and cache may fill."""
-    tensor_model_parallel_size: int = option(1, minimum=1, unit="devices")
-    """Devices that share one copy of the model."""
+    tensor_model_parallel_size: int = refused(1, ONE_DEVICE)
     max_num_batched_tokens: int = option(8192, minimum=1, unit="tokens")
     """Prompt tokens that one forward pass of the sampler takes."""
     max_num_seqs: int = option(256, minimum=1, unit="sequences")
-    """Sequences that are decoded at the same time."""
+    """Sequences that are decoded at the same time, by each device or by the server."""
     ignore_eos: bool = False
     """Go on to the full length whatever is sampled."""
 
 
 @dataclass
 class GenerationRunConfig:
-    nnodes: int = option(1, minimum=1, unit="nodes")
-    """Machines of the run."""
+    nnodes: int = refused(1, "answers are generated on one machine, or by a server (rollout.url)")
     n_gpus_per_node: int | None = option(None, minimum=1, unit="devices")
     """Devices a node; null: chosen from the machine."""
     device: str | None = option(None, choices=("cuda", "cpu"))

@@ -13,7 +13,7 @@ from typing import Any
 
 from caldera.errors import CalderaError, RewardError
 from caldera.reward.custom import CustomScore
-from caldera.reward.samples import explain
+from caldera.reward.explaining import explain
 from caldera.reward.scoring import attempt
 
 __all__ = ["READY", "serve_calls"]

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["LimitedRewardManager", "RateLimiter"]
 
 MINUTE = 60.0  # seconds
+COUNTS = ("max_concurrent", "estimated_tokens_per_request")
+"""Limits that are whole numbers and always there."""
 
 
 class RateLimiter:
@@ -89,11 +91,7 @@ class LimitedRewardManager(NaiveRewardManager):
             "timeout": timeout,
         }
         for name, value in given.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (is_number and value > 0):
-                raise ConfigError(
-                    f"reward_model.reward_kwargs.{name}={value!r}: takes a number above 0"
-                )
+            _check_limit(name, value, is_count=name in COUNTS)
         if max_tpm is not None and max_tpm < estimated_tokens_per_request:
             raise ConfigError(
                 f"reward_model.reward_kwargs.max_tpm={max_tpm}: a call is taken to use "
@@ -107,6 +105,17 @@ class LimitedRewardManager(NaiveRewardManager):
     def _scoring(self) -> Scoring:
         timeout = self.limits.timeout if self._timeout is None else self._timeout
         return ThreadScoring(self.compute_score, timeout, self._max_concurrent, self._limiter.admit)
+
+
+def _check_limit(name: str, value: Any, is_count: bool) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_count:
+        fits, taken = is_number and value >= 1 and value % 1 == 0, "a whole number from 1"
+    else:
+        fits, taken = value is None or (is_number and value > 0), "a number above 0, or null"
+    if not fits:
+        shown = "null" if value is None else repr(value)
+        raise ConfigError(f"reward_model.reward_kwargs.{name}={shown}: takes {taken}")
 
 
 @functools.cache

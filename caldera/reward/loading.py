@@ -9,6 +9,7 @@ from caldera.config import PPOTrainerConfig
 from caldera.config.reward import RewardManagerConfig
 from caldera.data.importing import load_object
 from caldera.errors import ConfigError
+from caldera.reward.batch import BatchRewardManager
 from caldera.reward.custom import get_custom_reward_fn, named_arguments
 from caldera.reward.default import default_score_function
 from caldera.reward.manager import REWARD_MANAGERS, NaiveRewardManager, RewardManager
@@ -34,6 +35,12 @@ def load_reward_manager(
     """
     manager_class = _manager_class(config.reward_manager)
     own_function = get_custom_reward_fn(config.custom_reward_function)
+    if manager_class is BatchRewardManager and own_function is None:
+        raise ConfigError(
+            "custom_reward_function.path=null: reward_model.reward_manager='batch' needs the "
+            "Python file of a function that scores a whole batch; takes /x/y.py, file:///x/y.py or "
+            "pkg://a.b.c"
+        )
     by_source = default_score_function(config.reward_model.sandbox_fusion)
     server = server_arguments(config.reward_model)
     manager: RewardManager

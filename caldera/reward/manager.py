@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeGuard
 
 import torch
 from rich.console import Console
@@ -17,12 +18,16 @@ from caldera.registry import Registry
 from caldera.reward.custom import ScoreFunction, named_arguments
 from caldera.reward.default import score_by_data_source
 from caldera.reward.samples import (
+    ERROR_KEY,
     FAILED,
+    STATE_KEY,
+    TIMED_OUT,
     VALUE,
     Outcome,
     Pending,
     Sample,
     failure,
+    outcome_of,
     prompt_ids,
     read_score,
     response_lengths,
@@ -75,25 +80,41 @@ def compute_reward(
 
     A sample that could not be scored has rewards of 0, and a `reward_state` that says so.
     """
+    kind = type(inspect.unwrap(reward_fn))  # of the manager itself
     done = attempt(reward_fn, data, return_dict=True)
     error = done.exception()
-    if error is not None and not _is_ours(reward_fn):
+    if error is not None and not _is_ours(kind):
         failed = failure(error)  # or raises: it is a mistake of the run's
-        logger.error("%s failed on a whole batch: %s", type(reward_fn).__name__, failed.error)
+        logger.error("%s failed on a whole batch: %s", kind.__name__, failed.error)
         rewards = torch.zeros(tensors_of(data)["responses"].shape)
         return rewards, _with_states([failed] * len(data), {})
     result = done.result()
-    if isinstance(result, torch.Tensor):
+    if not _is_reward_result(result):
         raise RewardError(
-            f"{type(reward_fn).__name__} returned a tensor where return_dict=True asks for a dict "
-            "with reward_tensor and reward_extra_info"
+            f"{kind.__name__} returned {_described(result)} where return_dict=True asks for a dict "
+            "with the tensor reward_tensor and the dict reward_extra_info"
         )
     return _without_nonsense(result["reward_tensor"], result["reward_extra_info"])
 
 
-def _is_ours(reward_fn: RewardManager) -> bool:
+def _is_ours(kind: type) -> bool:
     """Our managers keep failures to their samples: whatever they raise is meant to be seen."""
-    return type(reward_fn).__module__.startswith("caldera.")
+    return kind.__module__.startswith("caldera.")
+
+
+def _is_reward_result(returned: Any) -> TypeGuard[RewardResult]:
+    return (
+        isinstance(returned, Mapping)
+        and isinstance(returned.get("reward_tensor"), torch.Tensor)
+        and isinstance(returned.get("reward_extra_info"), dict)
+    )
+
+
+def _described(returned: Any) -> str:
+    if isinstance(returned, Mapping):
+        kinds = [f"{key}: {type(value).__name__}" for key, value in returned.items()]
+        return f"a dict of {{{', '.join(kinds)}}}"
+    return f"a {type(returned).__name__}"
 
 
 class NaiveRewardManager:
@@ -135,11 +156,11 @@ class NaiveRewardManager:
         """What has become of a sample. Raises what is a mistake of the run's."""
         if error := pending.future.exception():
             return failure(error)
-        judged = attempt(self._judge, pending.sample, pending.future.result())
+        judged = attempt(self._judged, pending)
         if error := judged.exception():
             return failure(error)
-        score, extras = judged.result()
-        return Outcome(score, extras)
+        outcome: Outcome = judged.result()
+        return outcome
 
     @functools.cached_property
     def _scoring(self) -> Scoring:
@@ -162,6 +183,9 @@ class NaiveRewardManager:
         if "raw_prompt" in data.non_tensor_batch:
             return list(data.non_tensor_batch["raw_prompt"][row])
         return [{"role": "user", "content": self._decode(prompt_ids(data, row))}]
+
+    def _judged(self, pending: Pending) -> Outcome:
+        return outcome_of(*self._judge(pending.sample, pending.future.result()))
 
     def _judge(self, sample: Sample, returned: Any) -> tuple[float, dict[str, Any]]:
         """The reward of a sample, and what is recorded about it; or RewardError."""
@@ -266,24 +290,38 @@ def _with_states(outcomes: list[Outcome], extras: dict[str, list[Any]]) -> dict[
     if all(outcome.state == VALUE for outcome in outcomes):
         return extras
     return extras | {
-        "reward_state": [outcome.state for outcome in outcomes],
-        "reward_error": [outcome.error for outcome in outcomes],
+        STATE_KEY: [outcome.state for outcome in outcomes],
+        ERROR_KEY: [outcome.error for outcome in outcomes],
     }
 
 
 def _without_nonsense(
     rewards: torch.Tensor, extras: dict[str, list[Any]]
 ) -> tuple[torch.Tensor, dict[str, list[Any]]]:
-    """Rewards that are no finite numbers, from a manager of the user's own, are failures."""
-    is_finite = rewards.isfinite().all(-1)  # (B,)
-    if is_finite.all():
-        return rewards, extras
-    states = extras.get("reward_state", [VALUE] * len(rewards))
-    errors = extras.get("reward_error", [None] * len(rewards))
-    problem = "the reward manager returned a reward that is no finite number"
-    outcomes = [
-        Outcome(state=state, error=error) if fine else Outcome(state=FAILED, error=problem)
-        for fine, state, error in zip(is_finite.tolist(), states, errors, strict=True)
+    """Rewards and states that make no sense, from a manager of the user's own, are failures."""
+    states = extras.get(STATE_KEY, [VALUE] * len(rewards))
+    problems = [
+        _problem(is_finite, state)
+        for is_finite, state in zip(rewards.isfinite().all(-1).tolist(), states, strict=True)
     ]
-    logger.error("row %d: %s", is_finite.tolist().index(False), problem)
-    return rewards.masked_fill(~is_finite[:, None], 0), _with_states(outcomes, extras)
+    is_bad = torch.tensor([problem is not None for problem in problems], device=rewards.device)
+    if not is_bad.any():
+        return rewards, extras
+    outcomes = [
+        Outcome(state=FAILED if problem else state, error=problem or error)
+        for problem, state, error in zip(
+            problems, states, extras.get(ERROR_KEY, [None] * len(rewards)), strict=True
+        )
+    ]
+    first = is_bad.tolist().index(True)
+    logger.error("%d rewards make no sense. The first: row %d: %s",
+                 int(is_bad.sum()), first, problems[first])  # fmt: skip
+    return rewards.masked_fill(is_bad[:, None], 0), _with_states(outcomes, extras)
+
+
+def _problem(is_finite: bool, state: Any) -> str | None:
+    if state not in (VALUE, FAILED, TIMED_OUT):
+        return f"{STATE_KEY!r} is a reserved name, and the reward manager returned {state!r} there"
+    if not is_finite:
+        return "the reward manager returned a reward that is no finite number"
+    return None

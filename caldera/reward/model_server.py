@@ -14,7 +14,6 @@ import math
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +25,19 @@ from caldera.data.judged_conversation import (
     reward_model_tokenizer,
 )
 from caldera.errors import RewardError
+from caldera.reward.scoring import ThreadScoring
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RewardModelClient", "ServedScore", "router_address", "served_score", "server_arguments"]
+__all__ = [
+    "RewardModelClient",
+    "RouterUrl",
+    "ServedScore",
+    "router_address",
+    "served_score",
+    "server_arguments",
+]
 
 ATTEMPTS = 16
 FIRST_PAUSE_SECONDS = 0.5
@@ -44,6 +51,10 @@ BUSY_STATUSES = (408, 425, 429)
 
 class _FinalError(RewardError):
     """Another attempt would be told the same."""
+
+
+class RouterUrl(str):
+    """The address of the run's own router, in the place of those that are behind it."""
 
 
 class RewardModelClient:
@@ -67,20 +78,20 @@ class RewardModelClient:
         self._model = model
         self._tokenizer = tokenizer
         self._max_length = max_length
-        # A run's own servers are not beyond a proxy, whatever the environment says.
-        handlers = [urllib.request.ProxyHandler({})] if name == "native" else []
+        # A run's own router is not beyond a proxy, whatever the environment says.
+        handlers = [urllib.request.ProxyHandler({})] if isinstance(url, RouterUrl) else []
         self._opener = urllib.request.build_opener(*handlers)
-        self._threads = ThreadPoolExecutor(MAX_IN_FLIGHT, "reward-model-client")
+        # Its threads do not keep the process from ending.
+        self._requests = ThreadScoring(self._post, None, MAX_IN_FLIGHT)
 
     async def score(self, messages: list[Message], answer: str) -> float:
         """The model's verdict; raises RewardError once all attempts have failed."""
         body = json.dumps(self._request(messages, answer)).encode()
-        loop = asyncio.get_running_loop()
         pause = FIRST_PAUSE_SECONDS
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
-                answered = await loop.run_in_executor(self._threads, self._post, body)
-                return self._read(answered)
+                sent = self._requests.submit({"body": body}, self.url)
+                return self._read(await asyncio.wrap_future(sent))
             except (RewardError, OSError, http.client.HTTPException, ValueError) as error:
                 if isinstance(error, _FinalError) or not attempts_left:
                     said = str(error) or type(error).__name__
@@ -184,5 +195,6 @@ def router_address(config: RewardModelConfig) -> str:
 
 
 def _url(config: RewardModelConfig) -> str:
+    url: str
     (url,) = config.rollout.url  # several stand behind a router
-    return str(url)
+    return url

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import traceback
+import pickle
+import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,17 @@ import torch
 
 from caldera.errors import CalderaError, DataError, RewardError
 from caldera.protocol import DataProto, tensors_of
-from caldera.reward.scoring import CallTimeout
+from caldera.reward.explaining import explain, first_line
+from caldera.reward.scoring import CallTimeout, attempt
 
 __all__ = ["FAILED", "TIMED_OUT", "VALUE", "Outcome", "Pending", "Sample", "read_score"]
 
+logger = logging.getLogger(__name__)
+
 VALUE, FAILED, TIMED_OUT = "value", "failed", "timed_out"
 """States of a reward: it is there; the scorer raised or returned nonsense; it took too long."""
+STATE_KEY, ERROR_KEY = "reward_state", "reward_error"
+"""Columns of states and errors, whose names no scorer may use."""
 
 SHOWN_RESPONSE_CHARACTERS = 200  # of a response, in an error message
 
@@ -151,6 +157,19 @@ def read_score(returned: Any) -> tuple[float, dict[str, Any]]:
     return finite(score, "the score"), extras
 
 
+def outcome_of(score: float, extras: dict[str, Any]) -> Outcome:
+    """The outcome of a sample that has a score; RewardError if it cannot be recorded."""
+    for name in (STATE_KEY, ERROR_KEY):
+        if name in extras:
+            raise RewardError(f"{name!r} is a reserved name, which no scorer may return")
+    outcome = Outcome(score, extras)
+    # Another process may want to know it, and what is scored must not depend on where it is.
+    if error := attempt(pickle.dumps, outcome).exception():
+        said = first_line(f"{type(error).__name__}: {error}")
+        raise RewardError(f"what the scorer returned cannot be sent to another process: {said}")
+    return outcome
+
+
 def finite(value: Any, what: str) -> float:
     """The value as a number, or RewardError."""
     value = plain(value)
@@ -171,19 +190,14 @@ def failure(error: BaseException) -> Outcome:
         return Outcome(state=FAILED, error=first_line(str(error)))
     if isinstance(error, CalderaError | KeyboardInterrupt):
         raise error
+    if not _traceback_is_shown.is_set():
+        _traceback_is_shown.set()
+        logger.error("the first failure of a score function:", exc_info=error)
     return Outcome(state=FAILED, error=explain(error))
 
 
-def explain(error: BaseException) -> str:
-    """One line: what a score function raised, and where."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return f"the score function raised {first_line(said)}{where}"
-
-
-def first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
+_traceback_is_shown = threading.Event()
+"""Set by the first failure in this process; the line of any other is enough."""
 
 
 def plain(value: Any) -> Any:

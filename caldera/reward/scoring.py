@@ -18,7 +18,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
+
+from caldera.errors import RewardError
+from caldera.reward.explaining import explain
 
 __all__ = ["CallTimeout", "Scoring", "ScoringLimits", "ThreadScoring", "attempt"]
 
@@ -65,6 +68,9 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[A
 class _Call:
     """A call that is answered once: by its function, or by the clock."""
 
+    _awaiting: ClassVar[set[_Call]] = set()
+    """Calls on the event loop, which does not keep what it runs from being garbage-collected."""
+
     def __init__(self, arguments: Mapping[str, Any], name: str) -> None:
         self.arguments = arguments
         self.name = name
@@ -83,6 +89,7 @@ class _Call:
                 self.future.set_exception(error)
             else:
                 self.future.set_result(done.result())
+        self._awaiting.discard(self)
 
     def leave_thread(self, returned: Future[Any]) -> bool:
         """Take what the function returned; False if the thread has been given up by then."""
@@ -91,6 +98,7 @@ class _Call:
                 return False
             self._has_left_its_thread = True
             if returned.exception() is None and inspect.isawaitable(returned.result()):
+                self._awaiting.add(self)
                 self._awaited = _EventLoop.current().run(returned.result())
         if self._awaited is None:
             self.settle(returned)
@@ -107,6 +115,7 @@ class _Call:
             with suppress(InvalidStateError):
                 self.future.set_exception(CallTimeout(seconds))
             if self._awaited is not None:
+                self._awaiting.discard(self)
                 self._awaited.cancel()
                 _EventLoop.current().replace_if_blocked(self.name)
             return self._is_too_late
@@ -199,7 +208,8 @@ class _EventLoop:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         atexit.register(self._stop)
 
@@ -213,9 +223,16 @@ class _EventLoop:
 
     def run(self, awaitable: Awaitable[Any]) -> Future[Any]:
         async def result() -> Any:
-            return await awaitable
+            try:
+                return await awaitable
+            except (SystemExit, KeyboardInterrupt) as error:  # they would stop the loop
+                raise RewardError(explain(error)) from error
 
         return asyncio.run_coroutine_threadsafe(result(), self._loop)
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            attempt(self._loop.run_forever)  # a task that a function starts may stop it, too
 
     def call_later(self, seconds: float, function: Callable[..., None], *args: Any) -> None:
         self._loop.call_soon_threadsafe(self._loop.call_later, seconds, function, *args)
@@ -239,6 +256,7 @@ class _EventLoop:
         _watch().call_later(SECONDS_FOR_A_SIGN, look)
 
     def _stop(self) -> None:
+        self._is_stopping = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(SECONDS_FOR_A_SIGN)
         if not self._thread.is_alive():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from concurrent.futures import Future, wait
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from caldera.config import PPOTrainerConfig
 from caldera.data import object_array
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ROWS", "StreamedScoring", "StreamingScorer", "streams"]
 
+logger = logging.getLogger(__name__)
+
 ROWS = "reward_rows"
 """Column of what a scorer needs to know of each row: its other columns, as a dict."""
 
 SHARE_OF_PATIENCE = 0.5
-"""Of `actor_rollout_ref.nccl_timeout`, for which a rank that has sampled waits for its scores."""
+"""Of `actor_rollout_ref.nccl_timeout`, in which a rank is done with sampling and its scores."""
 
 
 def streams(config: PPOTrainerConfig, manager: RewardManager) -> bool:
@@ -63,7 +65,10 @@ class StreamingScorer:
 
 
 class StreamedScoring:
-    """The scoring of one batch: told of each response, it ends with a column of outcomes."""
+    """The scoring of one batch: told of each response, it ends with a column of outcomes.
+
+    Responses come inside of a `with`, at whose end no more are expected.
+    """
 
     def __init__(
         self, manager: NaiveRewardManager, prompts: DataProto, response_length: int, patience: float
@@ -72,30 +77,42 @@ class StreamedScoring:
         self._prompts = prompts
         self._response_length = response_length
         self._patience = patience
+        self._start = self._end_of_sampling = time.perf_counter()
         self._finished: queue.SimpleQueue[tuple[int, Completion] | None] = queue.SimpleQueue()
         self._fed: Future[dict[int, Pending]] = Future()
         threading.Thread(target=self._feed, name="streamed scoring", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end_of_sampling = time.perf_counter()
+        self._finished.put(None)
 
     def on_finished(self, place: int, completion: Completion) -> None:
         """Have a response scored. The sampler goes on at once."""
         self._finished.put((place, completion))
 
     def join(self, answers: DataProto) -> DataProto:
-        """The answers with a column of outcomes, and the seconds that this waited for them.
+        """The answers with a column of outcomes, and the seconds of sampling and of waiting.
 
         The outcome of a row that is not there in time is None: the controller scores it. So it
         does where the data or the configuration is wrong, and tells of that itself.
         """
-        start = time.perf_counter()
-        self._finished.put(None)
         outcomes: list[Outcome | None] = [None] * len(answers)
-        with suppress(CalderaError):
+        try:
             pending = self._fed.result()
-            wait([each.future for each in pending.values()], self._patience)
+            left = self._start + self._patience - time.perf_counter()
+            wait([each.future for each in pending.values()], max(left, 0.0))
             for row, waiting in pending.items():
                 outcomes[row] = self._outcome(waiting)
+        except CalderaError as error:
+            logger.warning("answers are left to the controller to score: %s", error)
         answers.non_tensor_batch[OUTCOMES] = object_array(outcomes)
-        answers.meta_info["metrics"] = {"reward_wait": time.perf_counter() - start}
+        answers.meta_info["metrics"] = {
+            "reward_sampling": self._end_of_sampling - self._start,
+            "reward_wait": time.perf_counter() - self._end_of_sampling,
+        }
         return answers
 
     def _outcome(self, pending: Pending) -> Outcome | None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,6 +32,7 @@ from caldera.workers.building import (
     memory_of,
     register_mesh,
     save_role,
+    stop_tokens,
 )
 from caldera.workers.inputs import MASKED_ANSWERS, POLICY_LOSS, PROMPTS, REWARD_ROWS
 from caldera.workers.losses import policy_loss
@@ -89,7 +89,8 @@ class ActorRolloutRefWorker(Worker):
         """Sample one answer a row; the row's `sample_seed` decides its random numbers."""
         config, meta = self.config.rollout, prompts.meta_info
         seeds = [int(seed) for seed in prompts.non_tensor_batch["sample_seed"]]
-        requests = requests_from_batch(prompts, config, self._stop_tokens(meta), seeds)
+        stops = stop_tokens(self.actor.module, meta["eos_token_id"])
+        requests = requests_from_batch(prompts, config, stops, seeds)
         with self._begin_scoring(prompts) as scoring, self.sharding_manager:
             completions = self.rollout.generate(requests, scoring.on_finished)
         return scoring.join(completions_to_batch(
@@ -239,9 +240,3 @@ class ActorRolloutRefWorker(Worker):
             mfu_timer("actor_infer", engine, data) as mfu,
         ):
             return engine.infer(data, plan), mfu
-
-    def _stop_tokens(self, meta: dict[str, Any]) -> set[int]:
-        """The tokenizer's end token, and those that the model's generation config names."""
-        own = base_module(self.actor.module).generation_config.eos_token_id
-        listed = own if isinstance(own, list) else [own]
-        return {int(token) for token in [meta["eos_token_id"], *listed] if token is not None}

@@ -85,6 +85,13 @@ def register_mesh(worker: Worker, name: str, engine: Engine) -> None:
     worker._register_dispatch_collect_info(name, engine.dp_rank, engine.is_spokesman)
 
 
+def stop_tokens(module: nn.Module, eos_token_id: int | None) -> set[int]:
+    """The tokenizer's end token, and those that the model's generation config names."""
+    own = base_module(module).generation_config.eos_token_id
+    listed = own if isinstance(own, list) else [own]
+    return {int(token) for token in [eos_token_id, *listed] if token is not None}
+
+
 def _ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 

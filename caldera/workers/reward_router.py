@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import http.client
 import logging
+import threading
 import time
 import urllib.parse
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from caldera.errors import ConfigError
@@ -44,7 +45,7 @@ class Router:
         """`servers`: addresses, as host:port or URL."""
         self._backends: list[_Backend] = []
         self.use(servers)
-        self._threads = ThreadPoolExecutor(MAX_IN_FLIGHT, "router")
+        self._free = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._http = HttpServer(self._handle, host)
         self.address = self._http.address
 
@@ -54,7 +55,6 @@ class Router:
 
     def close(self) -> None:
         self._http.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _handle(self, request: Request) -> Reply:
         # All counting happens in the one thread of the event loop.
@@ -68,10 +68,10 @@ class Router:
         return reply
 
     async def _ask(self, backend: _Backend, request: Request) -> Reply:
-        loop = asyncio.get_running_loop()
         backend.in_flight += 1
         try:
-            reply = await loop.run_in_executor(self._threads, _forward, backend.url, request)
+            async with self._free:
+                reply = await asyncio.wrap_future(_forward_in_thread(backend.url, request))
         except (OSError, http.client.HTTPException) as error:
             reply = error_reply(502, f"{backend}: {str(error) or type(error).__name__}")
         finally:
@@ -89,6 +89,21 @@ def parse_address(address: str) -> urllib.parse.SplitResult:
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError(f"{address!r} is not the address of an HTTP server")
     return url
+
+
+def _forward_in_thread(url: urllib.parse.SplitResult, request: Request) -> Future[Reply]:
+    """In a daemon thread: those of an executor would keep the process from ending."""
+    answered: Future[Reply] = Future()
+    answered.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            answered.set_result(_forward(url, request))
+        except BaseException as error:  # noqa: BLE001 -- the future tells of it
+            answered.set_exception(error)
+
+    threading.Thread(target=work, name="router", daemon=True).start()
+    return answered
 
 
 def _forward(url: urllib.parse.SplitResult, request: Request) -> Reply:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, Self
 
 from caldera.protocol import DataProto
 from caldera.rollout.base import OnFinished
@@ -12,7 +12,11 @@ __all__ = ["MakeScorer", "NoScoring", "RolloutScoring", "Scorer"]
 
 
 class RolloutScoring(Protocol):
-    """The scoring of one batch."""
+    """The scoring of one batch, whose answers are sampled inside of its `with`."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
     @property
     def on_finished(self) -> OnFinished | None:
@@ -33,6 +37,12 @@ class NoScoring:
     """Answers are scored elsewhere."""
 
     on_finished = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing waits for answers."""
 
     def join(self, answers: DataProto) -> DataProto:
         return answers

@@ -12,7 +12,7 @@ import numpy as np
 from caldera.config.offline import EvaluationDataConfig
 from caldera.data.files import Row, read_rows
 from caldera.errors import DataError
-from caldera.reward.samples import Outcome, failure, read_score
+from caldera.reward.samples import VALUE, Outcome, failure, read_score
 from caldera.reward.scoring import Scoring
 from caldera.reward_score.predictions import find_extractor
 from caldera.tracking import TrainingProgress
@@ -53,7 +53,8 @@ class Question:
 
 def tells_predictions(questions: Sequence[Question], scores_by_source: bool) -> bool:
     """Whether it is known what each answer says, so that votes can be counted."""
-    if all("pred" in outcome.extras for q in questions for outcome in q.outcomes):
+    scored = [outcome for q in questions for outcome in q.outcomes if outcome.state == VALUE]
+    if scored and all("pred" in outcome.extras for outcome in scored):
         return True
     return scores_by_source and all(find_extractor(q.data_source) is not None for q in questions)
 

@@ -12,6 +12,7 @@ from caldera.config import PPOTrainerConfig
 from caldera.data import object_array
 from caldera.errors import ConfigError, DataError
 from caldera.protocol import DataProto, tensors_of
+from caldera.reward import VALUE
 from caldera.trainer.ppo.rewards import failure_metrics, rows_with_reward, states_of
 
 logger = logging.getLogger(__name__)
@@ -82,16 +83,23 @@ class GroupFilter:
         """Whether a step is full, once no more may be sampled, with prompts that failures took out.
 
         A scorer that fails should not end a run: those prompts are in the batch, and in no loss.
+        Nor should it keep a step for ever: without a limit, they may be as many as a step needs.
         """
         most = self._settings.max_num_gen_batches
+        if not most:
+            return self._prompts_unjudged >= self._wanted
         found = self._prompts_kept + self._prompts_unjudged
-        return bool(most) and self.batches >= most and found >= self._wanted
+        return self.batches >= most and found >= self._wanted
 
     def _note_unjudged(self, batch: DataProto, kept: Rows) -> None:
-        """Keep aside the groups that are not kept and of which a member could not be scored."""
-        failed = ~rows_with_reward(batch).numpy()
+        """Keep aside the groups that are not kept and of which a member could not be scored.
+
+        So many as a step needs are enough of them.
+        """
+        failed = ~(rows_with_reward(batch).numpy() & _is_scored(batch))
         uids = batch.non_tensor_batch["uid"].astype(str)
         part = batch.select_idxs(np.isin(uids, uids[failed]) & ~kept)
+        part = part[: (self._wanted - self._prompts_unjudged) * self._rows_a_prompt]
         if len(part):
             tensors_of(part)["has_reward"] = torch.zeros(len(part), dtype=torch.bool)
             self._unjudged.append(part)
@@ -130,6 +138,11 @@ def informative_rows(batch: DataProto, metric: str) -> Rows:
     return np.array([kept.get(uid, False) for uid in uids], dtype=bool)
 
 
+def _is_scored(batch: DataProto) -> Rows:
+    """Whether a row has a score; one that counts as scored 0 has none."""
+    return np.array([state in (None, VALUE) for state in states_of(batch)], dtype=bool)
+
+
 def _with_equal_columns(parts: list[DataProto]) -> list[DataProto]:
     """What a scorer said of one batch and not of another is None there."""
     names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
@@ -143,7 +156,8 @@ def _values(batch: DataProto, metric: str) -> list[float]:
     """The value of each row; 0 for one that has none."""
     if metric in batch.non_tensor_batch:
         return [float(value or 0) for value in batch.non_tensor_batch[metric]]
-    if metric in METRICS_OF_REWARD or not rows_with_reward(batch).any():
+    nothing_said = not (rows_with_reward(batch).numpy() & _is_scored(batch)).any()
+    if metric in METRICS_OF_REWARD or nothing_said:
         scores: torch.Tensor = tensors_of(batch)["token_level_scores"]
         return [float(score) for score in scores.sum(-1)]
     said = ", ".join(sorted(batch.non_tensor_batch.keys() - {"uid"}))

@@ -11,6 +11,7 @@ from caldera.config import PPOTrainerConfig, uses_ray
 from caldera.protocol import DataProto
 from caldera.reward import RewardManager
 from caldera.reward.manager import RewardResult
+from caldera.reward.model_server import RouterUrl
 from caldera.single_controller import Role, WorkerGroup
 from caldera.single_controller._ray import ray_module
 from caldera.single_controller.in_process import InProcessWorkerGroup
@@ -34,7 +35,7 @@ class RewardServers:
         if reward_model.is_served and len(others) != 1:
             self._router = Router(_host(config), others)
             self.config = copy.deepcopy(config)
-            self.config.reward_model.rollout.url = [f"http://{self._router.address}"]
+            self.config.reward_model.rollout.url = [RouterUrl(f"http://{self._router.address}")]
 
     def start(self, groups: Mapping[str, WorkerGroup]) -> None:
         """Have the ranks serve, where the model is theirs."""
@@ -66,12 +67,12 @@ class RewardServers:
 class _Awake:
     def __init__(self, servers: RewardServers, manager: RewardManager) -> None:
         self._servers = servers
-        self._manager = manager
+        self.__wrapped__ = manager  # what it raises is judged by whose it is
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | RewardResult:
         self._servers.wake()
         try:
-            return self._manager(data, return_dict=return_dict)
+            return self.__wrapped__(data, return_dict=return_dict)
         finally:
             self._servers.sleep()
 

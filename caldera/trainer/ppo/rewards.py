@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,9 +91,15 @@ def component_metrics(batch: DataProto, config: PPOTrainerConfig) -> Metrics:
 
 
 def waited_for_rewards(answers: DataProto, timing: dict[str, float]) -> None:
-    """Count the time that ranks waited for scores as time of scoring, not of sampling."""
-    waited = answers.meta_info.pop("metrics", {}).get("reward_wait", 0.0)
-    seconds = max(waited) if isinstance(waited, list) else waited
+    """Count what scoring took beyond the slowest rank's sampling as time of scoring.
+
+    A rank that waits for its scores while another still samples costs nothing.
+    """
+    metrics = answers.meta_info.pop("metrics", {})
+    if "reward_wait" not in metrics:
+        return
+    sampled = np.atleast_1d(metrics["reward_sampling"])  # (ranks,)
+    seconds = float((sampled + metrics["reward_wait"]).max() - sampled.max())
     timing["gen"] = timing["gen"] - seconds
     timing["reward"] = timing.get("reward", 0.0) + seconds
 
@@ -116,6 +123,10 @@ def _check_components(extras: Extras, config: PPOTrainerConfig) -> None:
                 errors[row] = f"the reward {key!r} must be a finite number, and is {value!r}"
         if any(state != VALUE for state in states):
             extras["reward_state"], extras["reward_error"] = states, errors
+    states = extras.get("reward_state", [VALUE])
+    if VALUE not in states:  # nobody said what there would have been
+        keys = list(_components(config))
+        extras |= {key: [0.0] * len(states) for key in keys if key not in extras}
     for key in keys:
         states = extras.get("reward_state", [VALUE] * len(extras[key]))
         pairs = zip(extras[key], states, strict=True)

@@ -1,0 +1,92 @@
+"""Generation: checks that need more than one key, and defaults of the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from caldera.config.offline import GenerationConfig
+from caldera.config.validate import OTHER_SAMPLERS
+from caldera.errors import ConfigError, UnsupportedError
+from caldera.storage import is_url
+
+
+def check_generation(config: GenerationConfig) -> None:
+    """Keys fit together."""
+    for key, value in {
+        "data.path": config.data.path,
+        "data.output_path": config.data.output_path,
+        "model.path": config.model.path,
+    }.items():
+        if not value:
+            raise ConfigError(f"{key} is required: give {key}=...")
+    _check_output(config)
+    rollout = config.rollout
+    if rollout.temperature == 0 and config.data.n_samples != 1:
+        raise ConfigError(
+            f"data.n_samples={config.data.n_samples}: with rollout.temperature=0 all answers to a "
+            "prompt are the same; takes data.n_samples=1, or a rollout.temperature above 0"
+        )
+    if rollout.name in OTHER_SAMPLERS:
+        raise UnsupportedError(
+            f"rollout.name={rollout.name!r} is not part of this release; takes native, hf, or "
+            "rollout.url=... for a server of that kind"
+        )
+    if rollout.url is not None:
+        _check_server(config, rollout.url)
+
+
+def _check_output(config: GenerationConfig) -> None:
+    output = str(config.data.output_path)
+    if is_url(output) or not output.endswith(".parquet"):
+        raise ConfigError(
+            f"data.output_path={output!r}: takes a file of this machine whose name ends in .parquet"
+        )
+    if Path(output).expanduser().resolve() == Path(str(config.data.path)).expanduser().resolve():
+        raise ConfigError(f"data.output_path={output!r} is data.path: takes another file")
+
+
+def _check_server(config: GenerationConfig, url: str) -> None:
+    rollout = config.rollout
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"rollout.url={url!r}: takes an address such as http://host:8000")
+    if rollout.name is not None:
+        raise ConfigError(
+            f"rollout.name={rollout.name!r}: the server at rollout.url samples; set one alone"
+        )
+    if rollout.top_k != -1:
+        raise ConfigError(
+            f"rollout.top_k={rollout.top_k}: chat completions (rollout.url) have no such limit; "
+            "takes rollout.top_k=-1"
+        )
+    if rollout.ignore_eos:
+        raise ConfigError(
+            "rollout.ignore_eos=True: chat completions (rollout.url) have no such switch; takes "
+            "False"
+        )
+
+
+def resolve_generation(config: GenerationConfig, gpus: int) -> list[str]:
+    """Fill in what depends on the machine; returns what was chosen, for a person to read."""
+    trainer, rollout = config.trainer, config.rollout
+    chosen = []
+    if trainer.device is None:
+        trainer.device = "cuda" if gpus else "cpu"
+        chosen.append(f"trainer.device={trainer.device}")
+    elif trainer.device == "cuda" and not gpus:
+        raise ConfigError("trainer.device='cuda': this machine has no usable GPU; takes cpu")
+    if trainer.n_gpus_per_node is None:
+        trainer.n_gpus_per_node = gpus if trainer.device == "cuda" else 1
+        chosen.append(f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}")
+    elif trainer.device == "cuda" and trainer.n_gpus_per_node > gpus:
+        raise ConfigError(
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has {gpus} GPUs"
+        )
+    if rollout.name is None:
+        rollout.name = "native"
+        chosen.append("rollout.name=native")
+    if rollout.dtype is None:
+        rollout.dtype = "bfloat16" if trainer.device == "cuda" else "float32"
+        chosen.append(f"rollout.dtype={rollout.dtype}")
+    return chosen

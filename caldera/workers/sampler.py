@@ -1,0 +1,79 @@
+"""The worker of generation: a model that samples and is never trained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from caldera.config import ModelConfig, RolloutConfig
+from caldera.data import object_array
+from caldera.models.forward import base_module
+from caldera.models.loading import DTYPES, load_policy
+from caldera.protocol import DataProto
+from caldera.rollout import ROLLOUTS, Completion, NativeRollout, Request, Rollout
+from caldera.rollout.batch import requests_from_batch
+from caldera.single_controller import Dispatch, Worker, register
+from caldera.workers.building import stop_tokens
+
+logger = logging.getLogger(__name__)
+
+MODEL_KEY = "model"
+PROMPT_IDS, SEEDS, RESPONSE_IDS = "raw_prompt_ids", "sample_seeds", "response_ids"
+
+
+class SamplerWorker(Worker):
+    """Each rank has the whole model. A row is a prompt with the seeds of its n samples."""
+
+    def __init__(
+        self, model: ModelConfig, rollout: RolloutConfig, eos_token_id: int | None, device: str
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.config = rollout
+        self.eos_token_id = eos_token_id
+        self.device = torch.device(device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the weights, in the precision of sampling, and build the sampler."""
+        config = self.config
+        module = load_policy(self.model, DTYPES[str(config.dtype)], config.seed, MODEL_KEY)
+        self.rollout: Rollout = ROLLOUTS[str(config.name)](
+            config, module.to(self.device), self.device
+        )
+        self._stop_tokens = stop_tokens(module, self.eos_token_id)
+        most = getattr(base_module(module).config, "max_position_embeddings", None)
+        asked = config.prompt_length + config.response_length
+        if self.rank == 0 and most is not None and asked > most:
+            logger.warning(
+                "rollout.prompt_length + rollout.response_length = %d tokens, but the model was "
+                "made for %d (max_position_embeddings)", asked, most,
+            )  # fmt: skip
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=(PROMPT_IDS, SEEDS))
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Sample as many answers a row as it has seeds; returns their tokens, without padding."""
+        counts = [len(seeds) for seeds in prompts.non_tensor_batch[SEEDS]]
+        seeds = [int(seed) for row in prompts.non_tensor_batch[SEEDS] for seed in row]
+        samples = prompts.sample_level_repeat(counts)
+        requests = requests_from_batch(samples, self.config, self._stop_tokens, seeds)
+        completions = iter(self._sample(requests, counts))
+        answers = [[next(completions).token_ids for _ in range(count)] for count in counts]
+        return DataProto(non_tensor_batch={RESPONSE_IDS: object_array(answers)})
+
+    def _sample(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Completion]:
+        if isinstance(self.rollout, NativeRollout):
+            return self.rollout.generate(requests)
+        # Others may draw a batch from one stream, as `hf` does: a prompt's answers would depend on
+        # what else is in the batch. So each prompt is a batch of its own.
+        groups = _groups(requests, counts)
+        return [completion for group in groups for completion in self.rollout.generate(group)]
+
+
+def _groups(requests: Sequence[Request], counts: Sequence[int]) -> Iterator[Sequence[Request]]:
+    start = 0
+    for count in counts:
+        yield requests[start : start + count]
+        start += count
