@@ -22,6 +22,25 @@ EQUAL = (
 )  # fmt: skip
 """Metrics that do not depend on where the workers of a run are, or on how many there are."""
 
+PROMPTS, ANSWERS = 25, 16  # of a step, and of each prompt
+HOLDING_SCORER = f"""
+import time
+from pathlib import Path
+
+from caldera.reward_score import arithmetic
+
+calls = 0
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, go):
+    global calls
+    calls += 1
+    while calls > 2 * {PROMPTS * ANSWERS} and not Path(go).exists():
+        time.sleep(0.02)
+    return arithmetic.compute_score(solution_str, ground_truth)
+"""
+"""Scores as ever; in the third step of a run it waits for a file."""
+
 
 @dataclass(frozen=True)
 class Lab:
@@ -47,7 +66,7 @@ class Lab:
         return [
             f"data.train_files={self.train_file}",
             f"data.val_files={self.test_file}",
-            "data.train_batch_size=25",
+            f"data.train_batch_size={PROMPTS}",
             "data.max_prompt_length=6",
             "data.max_response_length=4",
             f"actor_rollout_ref.model.path={self.model}",
@@ -57,7 +76,7 @@ class Lab:
             "actor_rollout_ref.actor.optim.lr=5e-4",
             "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=512",
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=512",
-            "actor_rollout_ref.rollout.n=16",
+            f"actor_rollout_ref.rollout.n={ANSWERS}",
             "critic.model.enable_gradient_checkpointing=False",
             "critic.ppo_micro_batch_size_per_gpu=512",
             "algorithm.adv_estimator=grpo",
@@ -67,6 +86,24 @@ class Lab:
             f"trainer.default_local_dir={run_dir}",
             *more,
         ]
+
+    @property
+    def descent(self) -> tuple[str, ...]:
+        """The arguments of gradient descent, for runs whose numbers are compared.
+
+        Adam makes large steps of gradients that are nothing but rounding, and on some processors
+        they are seen in the next losses.
+        """
+        settings = ("optimizer=SGD", "lr=0.01", "override_optimizer_config.momentum=0.9")
+        roles = ("actor_rollout_ref.actor", "critic")
+        return tuple(f"{role}.optim.{setting}" for role in roles for setting in settings)
+
+    def holding(self, go: Path) -> tuple[str, ...]:
+        """The arguments of a run that stays in its third step until the file `go` is there."""
+        scorer = self.folder / "holding.py"
+        scorer.write_text(HOLDING_SCORER)
+        function = "custom_reward_function"
+        return f"{function}.path={scorer}", f"{function}.reward_kwargs.go={go}"
 
     def start(self, arguments: list[str], **options: Any) -> subprocess.Popen[str]:
         """The entry point in a process of its own."""
@@ -108,7 +145,10 @@ class Lab:
 
     @staticmethod
     def assert_same(ours: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
-        """Two runs of the same config have the same losses and rewards at each step."""
+        """Two runs of the same config have the same losses and rewards at each step.
+
+        It takes `descent`, so that rounding stays what it is.
+        """
         assert [row["step"] for row in ours] == [row["step"] for row in reference]
         for one, other in zip(ours, reference, strict=True):
             expected = {key: other[key] for key in EQUAL if key in other}
@@ -240,12 +280,12 @@ def reward_model(lab: Lab) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
-def all_roles(reward_model: tuple[str, ...]) -> tuple[str, ...]:
-    """The arguments of PPO with a critic, a reference and a reward model."""
+def all_roles(lab: Lab, reward_model: tuple[str, ...]) -> tuple[str, ...]:
+    """The arguments of PPO with a critic, a reference and a reward model, for `assert_same`."""
     return (
         "algorithm.adv_estimator=gae",
         "actor_rollout_ref.actor.use_kl_loss=True",
-        "critic.optim.lr=1e-3",
+        *lab.descent,
         *reward_model,
     )
 

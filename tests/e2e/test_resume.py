@@ -24,7 +24,7 @@ STEPS = 10
 STEPS_PER_EPOCH = 5
 SAMPLES_PER_STEP = 5 * 4
 VALIDATION_SAMPLES = 25
-PATIENCE = 120.0  # seconds for a process to reach the place where it is killed
+PATIENCE = 240.0  # seconds for a process to reach the place where it is killed
 
 # Runs import this module, and stand still at the place that is to see them killed. The second
 # process of the same command finds the mark of the first, and goes on.

@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 STEPS = ("trainer.total_training_steps=3", "trainer.save_freq=3")
 ACTOR = "actor_rollout_ref.actor"
-PPO = (
-    "algorithm.adv_estimator=gae",
-    f"{ACTOR}.use_kl_loss=True",
-    "critic.optim.lr=1e-3",
-    "trainer.critic_warmup=0",
-)
+PPO = ("algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=True", "trainer.critic_warmup=0")
 COMPARED = (
     "actor/pg_loss", "actor/entropy", "actor/kl_loss", "critic/vf_loss", "critic/score/mean",
     "critic/rewards/mean", "response_length/mean",
@@ -55,13 +50,13 @@ def assert_same(ours: list[dict[str, Any]], reference: list[dict[str, Any]]) -> 
 @pytest.fixture(scope="module")
 def alone(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("alone")
-    return lab.train(folder, *PPO, *STEPS, "trainer.n_gpus_per_node=1")
+    return lab.train(folder, *PPO, *STEPS, *lab.descent, "trainer.n_gpus_per_node=1")
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_ppo_on_shards(lab: Lab, tmp_path: Path, alone: list[dict[str, Any]], name: str) -> None:
     """Sampling, log-probs, reference, critic and updates, then a checkpoint."""
-    sharded = lab.train(tmp_path, *PPO, *STEPS, *STRATEGIES[name])
+    sharded = lab.train(tmp_path, *PPO, *STEPS, *lab.descent, *STRATEGIES[name])
     assert_same(sharded, alone)
     assert (tmp_path / "global_step_3/critic/dist_ckpt/.metadata").is_file()
 
@@ -69,8 +64,8 @@ def test_ppo_on_shards(lab: Lab, tmp_path: Path, alone: list[dict[str, Any]], na
 def test_a_run_goes_on_with_another_strategy(lab: Lab, tmp_path: Path) -> None:
     """fsdp2 with asynchronous checkpoints, then one process: as if one process had done it all."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    saving = ("trainer.save_freq=2", f"{ACTOR}.checkpoint.async_save=True")
-    expected = lab.train(whole, "trainer.total_training_steps=4")
+    saving = ("trainer.save_freq=2", f"{ACTOR}.checkpoint.async_save=True", *lab.descent)
+    expected = lab.train(whole, "trainer.total_training_steps=4", *lab.descent)
     lab.train(
         parts, *saving, "trainer.total_training_steps=2", "trainer.n_gpus_per_node=2",
         f"{ACTOR}.strategy=fsdp2",

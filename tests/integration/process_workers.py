@@ -139,6 +139,7 @@ class Probe(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def raise_in(self, rank: int) -> None:
+        dist.barrier()  # all are in the call before one of them fails
         if self.rank == rank:
             raise ValueError(f"rank {rank} cannot go on")
         dist.all_reduce(torch.ones(1))

@@ -30,6 +30,7 @@ from caldera.errors import ConfigError
 from caldera.protocol import DataProto
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all that the processes do
 P, R = 4, 8
 PROMPTS = [4, 3, 1, 2, 2, 4, 3, 1]  # tokens of each row
 ANSWERS = [8, 7, 1, 2, 3, 8, 5, 0]
@@ -238,7 +239,7 @@ def run_rank(rank: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2,
-        timeout=timedelta(seconds=90),
+        timeout=timedelta(seconds=600),
     )  # fmt: skip
     found["together"] = train_cases(model, 2, rank)
     found["odd"] = train_odd_model(rank)

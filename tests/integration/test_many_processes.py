@@ -14,9 +14,10 @@ STEPS = "trainer.total_training_steps=3"
 
 
 def test_grpo_on_two_processes(lab: Lab, tmp_path: Path) -> None:
-    alone = lab.train(tmp_path / "one", STEPS, "trainer.n_gpus_per_node=1")
+    steps = (STEPS, *lab.descent)
+    alone = lab.train(tmp_path / "one", *steps, "trainer.n_gpus_per_node=1")
     both = lab.train(
-        tmp_path / "two", STEPS, "trainer.n_gpus_per_node=2", "trainer.test_freq=3",
+        tmp_path / "two", *steps, "trainer.n_gpus_per_node=2", "trainer.test_freq=3",
         "trainer.save_freq=3",
     )  # fmt: skip
     lab.assert_same(both, alone)

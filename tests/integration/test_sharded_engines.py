@@ -27,6 +27,7 @@ from caldera.demo.arithmetic import build_model, build_tokenizer
 from caldera.protocol import DataProto
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all that the processes do
 P, R, ROWS = 4, 8, 8
 PROMPTS = [4, 3, 1, 2, 2, 4, 3, 1]  # tokens of each row
 ANSWERS = [8, 7, 1, 2, 3, 8, 5, 0]
@@ -196,7 +197,7 @@ def world(name: str, rank: int, ranks: int, folder: Path) -> Iterator[None]:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / name}", rank=rank, world_size=ranks,
-        timeout=timedelta(seconds=240),
+        timeout=timedelta(seconds=600),
     )  # fmt: skip
     yield
     dist.barrier()

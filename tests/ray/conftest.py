@@ -19,11 +19,14 @@ import pytest
 
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # what Ray would otherwise warn of
+os.environ |= {"RAY_memory_monitor_refresh_ms": "0"}  # it kills when others fill the memory
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 REPOSITORY = Path(__file__).parents[2]
+PATIENCE_S = 120.0
+"""How long what is about to happen may take on a busy machine."""
 OF_A_RUN = ("ray::RankActor", "ray::TaskRunner")
 """How the titles of a run's processes on a cluster begin: the ranks, and the driver."""
 QUICK_TO_NOTICE = {
@@ -60,6 +63,19 @@ def by_value() -> Callable[[str], ModuleType]:
     return register
 
 
+@pytest.fixture(scope="session")
+def wait_for() -> Callable[[Callable[[], bool], str], None]:
+    """Wait until something is so; where it never is, the test fails and says what."""
+
+    def wait(condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, what
+            time.sleep(0.05)
+
+    return wait
+
+
 class Node:
     """A node as examples/cluster starts it: processes, ports and an address of its own."""
 
@@ -80,7 +96,7 @@ class Node:
             )  # fmt: skip
 
     def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while "Ray runtime started" not in self._output.read_text():
             assert self.process.poll() is None and time.monotonic() < deadline, (
                 self._output.read_text()
@@ -106,12 +122,12 @@ class Node:
     def lose(self) -> None:
         """As if the machine were gone: nobody is told."""
         os.kill(self.raylet, signal.SIGKILL)
-        self.process.wait(60)
+        self.process.wait(PATIENCE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def end(self) -> None:
         self.process.terminate()
-        self.process.wait(60)
+        self.process.wait(PATIENCE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

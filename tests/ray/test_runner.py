@@ -87,7 +87,7 @@ def wait_for_a_rank(config: PPOTrainerConfig, make_groups: RayGroups) -> None:
 
 def wait_until_gone() -> None:
     """Until the ranks that a run has noted here have ended."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     for process in json.loads(Path("processes").read_text()):
         while Path(f"/proc/{process}").exists():
             assert time.monotonic() < deadline, "an orphan"
@@ -127,7 +127,7 @@ def test_a_run_on_the_cluster(
         assert found == {n: [n, str(tmp_path), "INFO", "mine"] for n in ("actor", "critic")}
     assert json.loads((tmp_path / "timeline/run.json").read_text())
     assert reservations() == []
-    seen, deadline = "", time.monotonic() + 20
+    seen, deadline = "", time.monotonic() + 60
     while "this line is for the user" not in seen:
         assert time.monotonic() < deadline, "Ray forwards what the driver prints"
         time.sleep(0.2)
@@ -161,10 +161,10 @@ def test_a_rank_that_never_answers(
     by_value(__name__)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(WorkerError) as error:
-        run_on_ray(config_of("actor_rollout_ref.nccl_timeout=2"), settle, wait_for_a_rank)
+        run_on_ray(config_of("actor_rollout_ref.nccl_timeout=10"), settle, wait_for_a_rank)
     head, what, frame, log, *_ = str(error.value).splitlines()
     assert head == "worker group actor: rank 1 of 2 failed in actor_dawdle"
-    assert what == "  no answer for 2 s" and frame.endswith("in dawdle")
+    assert what == "  no answer for 10 s" and frame.endswith("in dawdle")
     assert Path(log.removeprefix("  log: ")).is_file()
     wait_until_gone()
 
@@ -224,7 +224,7 @@ def test_connections(cluster: Any, tmp_path: Path) -> None:
     }
     done = subprocess.run(
         [sys.executable, script, json.dumps(cases)],
-        env=environment, text=True, capture_output=True, timeout=60,
+        env=environment, text=True, capture_output=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     first, second, third, variables = done.stdout.splitlines()

@@ -115,7 +115,10 @@ def test_order_and_padding_change_nothing(
         assert other_weights is not None
         torch.testing.assert_close(other_weights, moved(weights, 0))
     for name, metric in metrics.items():
-        torch.testing.assert_close(other_metrics[name], metric, rtol=1e-6, atol=1e-9, msg=name)
+        # A deviation is what is left of the numbers: it is as precise as they are.
+        size = metrics.get(name.removesuffix("_std") + "_mean", metric).abs().item()
+        atol = 1e-9 * max(1.0, size)
+        torch.testing.assert_close(other_metrics[name], metric, rtol=1e-6, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("keys", SETTINGS)

@@ -37,9 +37,11 @@ OUTPUTS = st.text(max_size=400) | st.lists(
     st.sampled_from(PIECES) | st.text(max_size=5), max_size=60
 ).map("".join)
 LONG = [piece * 20_000 for piece in PIECES]
-WITHIN_A_SECOND = settings(
+# None takes more than some 0.03 s. A busy machine needs longer, but by far not this long; a pattern
+# that starts anew at every place of a long text does.
+IN_TIME = settings(
     max_examples=60,
-    deadline=timedelta(seconds=1),
+    deadline=timedelta(seconds=10),
     suppress_health_check=[HealthCheck.too_slow],
 )
 TARGET = {"target": ["Beijing"]}
@@ -76,14 +78,14 @@ def check(scorer: Callable[[str], Any], text: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEXT_SCORERS)
-@WITHIN_A_SECOND
+@IN_TIME
 @given(text=OUTPUTS)
 def test_scorers_of_text(name: str, text: str) -> None:
     check(TEXT_SCORERS[name], text)
 
 
 @pytest.mark.parametrize("name", TEXT_SCORERS)
-@settings(WITHIN_A_SECOND, max_examples=len(LONG))
+@settings(IN_TIME, max_examples=len(LONG))
 @given(text=st.sampled_from(LONG))
 def test_long_output(name: str, text: str) -> None:
     check(TEXT_SCORERS[name], text)
@@ -95,8 +97,7 @@ def test_long_output(name: str, text: str) -> None:
 def test_symbolic_scorers() -> None:
     symbolic.equal("1", "2")  # starts the process, which takes its time once
 
-    # With a tenth of a second of processor time, a second is enough on a busy machine too.
-    @WITHIN_A_SECOND
+    @IN_TIME
     @given(OUTPUTS, st.sampled_from([prime_math, geo3k]))
     @example("9^{9^{9^{9}}}", prime_math)
     @example("(" * 1000, geo3k)

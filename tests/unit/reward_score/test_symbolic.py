@@ -78,7 +78,7 @@ def test_a_forked_process_has_a_server_of_its_own() -> None:
     answers = context.Queue()
     child = context.Process(target=_ask, args=(answers,), daemon=True)
     child.start()
-    assert answers.get(timeout=30) is True
+    assert answers.get(timeout=50) is True
     child.join()
     assert child.exitcode == 0
     assert symbolic.equal("2/4", "1/2", cpu_seconds=5)

@@ -43,6 +43,7 @@ def test_plain_output_has_no_control_characters(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("caldera.tracking.progress.time.monotonic", lambda: 0.0)  # no time passes
     with TrainingProgress(3, 0, "Training [bold]", seconds_between_lines=0) as bar:
         for step in (1, 2, 3):
             bar.update(step, reward=step / 2)

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caldera.reward.sandbox.inside.wire import MAX_DEPTH, decode, encode
@@ -31,6 +31,7 @@ def no_reference(value: Any) -> Any:
     raise LookupError(value)
 
 
+@settings(deadline=None)
 @given(values)
 def test_values_survive_the_way(value: Any) -> None:
     back = decode(json.loads(json.dumps(encode(value, no_reference))), no_reference)
