@@ -103,7 +103,11 @@ class Lab:
         scorer = self.folder / "holding.py"
         scorer.write_text(HOLDING_SCORER)
         function = "custom_reward_function"
-        return f"{function}.path={scorer}", f"{function}.reward_kwargs.go={go}"
+        # The controller scores, which has seen the answers of all ranks.
+        return (
+            f"{function}.path={scorer}", f"{function}.reward_kwargs.go={go}",
+            "reward.streaming=False",
+        )  # fmt: skip
 
     def start(self, arguments: list[str], **options: Any) -> subprocess.Popen[str]:
         """The entry point in a process of its own."""
