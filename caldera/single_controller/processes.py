@@ -49,6 +49,8 @@ GRACE_S = 0.5
 """How long to look for other failures once there is one, so that the first can be told."""
 LONG_GRACE_S = 5.0
 """The same when all failures look like the consequence of another."""
+DEATH_S = 10.0
+"""How long the fork server of a busy machine may take to tell how a rank has ended."""
 
 
 @dataclass(eq=False)
@@ -273,7 +275,7 @@ class ProcessWorkerGroup(WorkerGroup):
             raise WorkerError(f"worker group {self.name} {self._ended}")
 
     def _death_of(self, rank: _Rank) -> RankFailure:
-        rank.process.join(GRACE_S)
+        rank.process.join(DEATH_S)
         return exit_failure(rank.number, rank.method, rank.process.exitcode, rank.log)
 
     def _fail(self, failures: dict[int, RankFailure], silent_s: float = 0.0) -> NoReturn:
