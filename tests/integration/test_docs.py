@@ -162,7 +162,7 @@ def test_keys_exist(page: Path) -> None:
     free = tuple(f"{key}." for key, is_free in keys.items() if is_free)
     for span in code_spans(page):
         match = re.fullmatch(r"([a-z_]+(?:\.[a-z_]+)+)(?:=.*)?", span)
-        if not match or match[1].partition(".")[0] not in roots or span.endswith(".pt"):
+        if not match or match[1].partition(".")[0] not in roots or span.endswith((".pt", ".py")):
             continue
         key = match[1]
         is_known = key in keys or key in groups or key.startswith(free)
