@@ -77,7 +77,7 @@ class StreamedScoring:
         self._prompts = prompts
         self._response_length = response_length
         self._patience = patience
-        self._start = self._end_of_sampling = time.perf_counter()
+        self._begun = time.perf_counter()
         self._finished: queue.SimpleQueue[tuple[int, Completion] | None] = queue.SimpleQueue()
         self._fed: Future[dict[int, Pending]] = Future()
         threading.Thread(target=self._feed, name="streamed scoring", daemon=True).start()
@@ -86,7 +86,6 @@ class StreamedScoring:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._end_of_sampling = time.perf_counter()
         self._finished.put(None)
 
     def on_finished(self, place: int, completion: Completion) -> None:
@@ -99,10 +98,11 @@ class StreamedScoring:
         The outcome of a row that is not there in time is None: the controller scores it. So it
         does where the data or the configuration is wrong, and tells of that itself.
         """
+        sampled = time.perf_counter()
         outcomes: list[Outcome | None] = [None] * len(answers)
         try:
             pending = self._fed.result()
-            left = self._start + self._patience - time.perf_counter()
+            left = self._begun + self._patience - time.perf_counter()
             wait([each.future for each in pending.values()], max(left, 0.0))
             for row, waiting in pending.items():
                 outcomes[row] = self._outcome(waiting)
@@ -110,8 +110,8 @@ class StreamedScoring:
             logger.warning("answers are left to the controller to score: %s", error)
         answers.non_tensor_batch[OUTCOMES] = object_array(outcomes)
         answers.meta_info["metrics"] = {
-            "reward_sampling": self._end_of_sampling - self._start,
-            "reward_wait": time.perf_counter() - self._end_of_sampling,
+            "reward_sampling": sampled - self._begun,
+            "reward_wait": time.perf_counter() - sampled,
         }
         return answers
 

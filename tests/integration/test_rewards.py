@@ -140,7 +140,7 @@ def test_a_scorer_that_always_fails_stops_nothing_and_teaches_nothing(
 def test_a_scorer_that_hangs_stops_nothing(train: Train, scorer: str) -> None:
     try:
         rows = train(
-            "hung", "hangs", "reward.timeout=0.5", "reward.num_workers=16",
+            "hung", "hangs", "reward.timeout=5", "reward.num_workers=16",
             "trainer.total_training_steps=1",
         )  # fmt: skip
     finally:

@@ -40,12 +40,13 @@ class Question:
         )
 
     def _predictions(self) -> Iterator[str | None]:
-        extract = find_extractor(self.data_source)
         for answer, outcome in zip(self.answers, self.outcomes, strict=True):
             if "pred" in outcome.extras:
                 yield str(outcome.extras["pred"])
+            elif outcome.state == VALUE and (extract := find_extractor(self.data_source)):
+                yield extract(answer)
             else:
-                yield extract(answer) if extract is not None else None
+                yield None
 
     def passes(self, index: int, pass_score: float) -> bool:
         return _worth(self.outcomes[index]) >= pass_score

@@ -101,6 +101,11 @@ def test_the_longest_response_is_that_of_the_data_unless_given(
     assert manager.overlong is not None and manager.overlong.max_length == expected
 
 
+def test_a_batch_needs_a_function_of_ones_own(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ConfigError, match=r"^custom_reward_function\.path=null: .*'batch' needs"):
+        load_reward_manager(load("reward_model.reward_manager=batch"), tokenizer, 0)
+
+
 @pytest.fixture
 def managers(tmp_path: Path) -> Path:
     source = tmp_path / "managers.py"

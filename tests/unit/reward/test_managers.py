@@ -217,9 +217,19 @@ def test_so_many_run_at_once(
 
 
 def test_limits_that_make_no_sense(tokenizer: PreTrainedTokenizerFast) -> None:
-    for name, value in [("max_concurrent", 0), ("max_rpm", -1), ("timeout", "x"), ("max_tpm", 0)]:
-        with pytest.raises(ConfigError, match=rf"reward_kwargs\.{name}={value!r}: takes"):
+    tokens = "estimated_tokens_per_request"
+    for name, value, shown, takes in [
+        ("max_concurrent", 0, "0", "a whole number from 1"),
+        ("max_concurrent", 0.5, "0.5", "a whole number from 1"),
+        ("max_concurrent", None, "null", "a whole number from 1"),
+        (tokens, None, "null", "a whole number from 1"),
+        ("max_rpm", -1, "-1", "a number above 0, or null"),
+        ("timeout", "x", "'x'", "a number above 0, or null"),
+        ("max_tpm", 0, "0", "a number above 0, or null"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"reward_kwargs\.{name}={shown}: takes {takes}$"):
             LimitedRewardManager(tokenizer, 0, **{name: value})
+    LimitedRewardManager(tokenizer, 0, max_rpm=0.5, max_tpm=None, timeout=None)
     with pytest.raises(ConfigError, match=r"max_tpm=100: .*estimated_tokens_per_request=2000"):
         LimitedRewardManager(tokenizer, 0, max_tpm=100)
 

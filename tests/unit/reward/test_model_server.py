@@ -24,11 +24,13 @@ from caldera.protocol import DataProto
 from caldera.reward import compute_reward, load_reward_manager, model_server, streams
 from caldera.reward.model_server import (
     RewardModelClient,
+    RouterUrl,
     ServedScore,
     router_address,
     served_score,
     server_arguments,
 )
+from caldera.reward.scoring import ThreadScoring
 
 sys.path.append(str(Path(__file__).parents[2]))
 
@@ -164,6 +166,40 @@ def test_a_server_that_is_gone(folder: Path) -> None:
         client = RewardModelClient(url, "vllm", "judge", AutoTokenizer.from_pretrained(folder))
         with pytest.raises(RewardError, match="refused"):
             asyncio.run(client.score(ASKED, "Seven."))
+
+
+def test_only_the_runs_own_router_is_beyond_no_proxy(
+    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        proxy = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        for name in ("http_proxy", "HTTP_PROXY"):
+            monkeypatch.setenv(name, proxy)
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.setenv(name, "")
+        server.answers = [classified(4.0)]
+        config = settings(folder, RouterUrl(url_of(server)))
+        ours = pickle.loads(pickle.dumps(ServedScore(config))).client
+        assert asyncio.run(ours.score(ASKED, "Seven.")) == 4.0
+        theirs = ServedScore(settings(folder, url_of(server))).client
+        with pytest.raises(RewardError, match="refused"):
+            asyncio.run(theirs.score(ASKED, "Seven."))
+
+
+def test_a_request_under_way_does_not_keep_the_process_alive(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        client = RewardModelClient(url, "vllm", "judge", AutoTokenizer.from_pretrained(folder))
+        before = set(threading.enumerate())
+        asked = ThreadScoring(client.score, None).submit(
+            {"messages": ASKED, "answer": "Seven."}, "row 0"
+        )
+        connection, _ = silent.accept()
+        started = set(threading.enumerate()) - before
+        assert started and all(thread.daemon for thread in started)
+        asked.cancel()
+        connection.close()
 
 
 def settings(folder: Path, *urls: str) -> RewardModelConfig:

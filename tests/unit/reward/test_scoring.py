@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 import time
@@ -12,13 +13,22 @@ from typing import Any
 
 import pytest
 
+from caldera.errors import RewardError
 from caldera.reward.scoring import CallTimeout, ThreadScoring
 
-SHORT = 0.2  # seconds; only calls that never end have to be as quick
+SHORT = 0.2  # seconds, where every call hangs
+ENOUGH = 3.0  # seconds, in which a call that does not hang has ended
 
 
 def submit_all(scoring: ThreadScoring, *values: Any) -> list[Any]:
     return [scoring.submit({"value": value}, f"row {value}") for value in values]
+
+
+def wait_for_no_threads() -> None:
+    deadline = time.monotonic() + 30
+    while any(thread.name == "scoring" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -88,7 +98,7 @@ def test_a_function_that_hangs_is_left_behind_and_the_others_go_on(
             release.wait()
         return value
 
-    scoring = ThreadScoring(hang_on_one, SHORT)
+    scoring = ThreadScoring(hang_on_one, ENOUGH)
     with caplog.at_level(logging.WARNING):
         first, hung, last = submit_all(scoring, 0, 1, 2)
         assert (first.result(), last.result()) == (0, 2)
@@ -98,14 +108,13 @@ def test_a_function_that_hangs_is_left_behind_and_the_others_go_on(
 
 
 def test_more_hung_calls_than_threads(release: threading.Event) -> None:
-    scoring = ThreadScoring(lambda value: release.wait() if value else 0, SHORT, num_workers=2)
+    scoring = ThreadScoring(lambda value: release.wait() if value else 0, ENOUGH, num_workers=2)
     *hung, fine = submit_all(scoring, 1, 1, 1, 0)
     assert all(isinstance(call.exception(), CallTimeout) for call in hung)
     assert fine.result() == 0
-    before = threading.active_count()
     release.set()  # whoever comes back late must not work on
     assert [call.result() for call in submit_all(scoring, 0, 0)] == [0, 0]
-    assert threading.active_count() <= before
+    wait_for_no_threads()
 
 
 def test_an_async_function_that_hangs_is_cancelled() -> None:
@@ -119,10 +128,47 @@ def test_an_async_function_that_hangs_is_cancelled() -> None:
             raise
         return value
 
-    hung, fine = submit_all(ThreadScoring(hang, SHORT), 1, 0)
+    hung, fine = submit_all(ThreadScoring(hang, ENOUGH), 1, 0)
     assert fine.result() == 0
     assert isinstance(hung.exception(), CallTimeout)
     assert cancelled.wait(30)
+
+
+@pytest.mark.timeout(60)
+def test_garbage_collection_leaves_calls_alone() -> None:
+    started = threading.Event()
+
+    async def wait_for_nobody(value: int) -> None:
+        started.set()
+        await asyncio.Event().wait()  # which nothing but this call knows of
+
+    (hung,) = submit_all(ThreadScoring(wait_for_nobody, SHORT), 1)
+    assert started.wait(30)
+    while not hung.done():
+        gc.collect()
+        time.sleep(0.01)
+    assert isinstance(hung.exception(), CallTimeout)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("in_a_task", [False, True])
+def test_an_async_function_that_would_stop_the_loop(
+    error: type[BaseException], in_a_task: bool
+) -> None:
+    async def stop() -> None:
+        raise error("enough")
+
+    async def stop_on_one(value: int) -> int:
+        if value == 1:
+            await (asyncio.create_task(stop()) if in_a_task else stop())
+        await asyncio.sleep(0.01)
+        return value
+
+    first, stopped, last = submit_all(ThreadScoring(stop_on_one, None), 0, 1, 2)
+    assert (first.result(30), last.result(30)) == (0, 2)
+    with pytest.raises(RewardError, match=rf"raised {error.__name__}: enough \(test_scoring.py:"):
+        stopped.result(30)
 
 
 def test_an_async_function_that_blocks_its_loop(
@@ -133,7 +179,7 @@ def test_an_async_function_that_blocks_its_loop(
             release.wait()
         return value
 
-    scoring = ThreadScoring(block, SHORT)
+    scoring = ThreadScoring(block, ENOUGH)
     with caplog.at_level(logging.WARNING):
         (hung,) = submit_all(scoring, 1)
         assert isinstance(hung.exception(), CallTimeout)
@@ -147,10 +193,7 @@ def test_an_async_function_that_blocks_its_loop(
 def test_threads_end_when_there_is_nothing_to_do() -> None:
     scoring = ThreadScoring(lambda value: value, None, num_workers=4)
     wait(submit_all(scoring, *range(20)))
-    deadline = time.monotonic() + 30
-    while any(thread.name == "scoring" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for_no_threads()
 
 
 def test_with_a_gate_awaited_calls_take_turns() -> None:

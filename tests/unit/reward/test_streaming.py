@@ -90,8 +90,10 @@ def with_columns(answers: DataProto) -> DataProto:
 
 
 def stream(scoring: StreamedScoring, order: Sequence[int]) -> None:
-    for place in order:
-        scoring.on_finished(place, completions()[place])
+    """All responses, in this order."""
+    with scoring:
+        for place in order:
+            scoring.on_finished(place, completions()[place])
 
 
 def test_the_worker_is_sent_what_scoring_needs() -> None:
@@ -109,7 +111,7 @@ def test_the_rewards_are_those_of_scoring_afterwards(
     scoring = make_scorer()(prompts)
     stream(scoring, order)
     streamed = with_columns(scoring.join(answers_of(prompts)))
-    assert streamed.meta_info["metrics"]["reward_wait"] >= 0
+    assert set(streamed.meta_info["metrics"]) == {"reward_sampling", "reward_wait"}
     assert all(outcome is not None for outcome in streamed.non_tensor_batch[OUTCOMES])
     later = with_columns(answers_of(prompts))
     rewards, extra = compute_reward(streamed, load_reward_manager(config, tokenizer, 0))
@@ -131,9 +133,11 @@ def test_a_response_is_scored_while_others_are_sampled(
     manager = NaiveRewardManager(tokenizer, 0, tell)
     prompts = prompts_of(COLUMNS)
     scoring = StreamedScoring(manager, prompts, 3, patience=30)
-    stream(scoring, [0])
-    assert scored.wait(30), "the others end only after this"
-    stream(scoring, [1, 2])
+    with scoring:
+        scoring.on_finished(0, completions()[0])
+        assert scored.wait(30), "the others end only after this"
+        scoring.on_finished(1, completions()[1])
+        scoring.on_finished(2, completions()[2])
     outcomes = scoring.join(answers_of(prompts)).non_tensor_batch[OUTCOMES]
     assert [outcome.score for outcome in outcomes] == [1.0] * 3
 
@@ -151,7 +155,7 @@ def test_what_is_not_scored_in_time_is_left_to_the_controller(
 
     manager = NaiveRewardManager(tokenizer, 0, slow)
     prompts = prompts_of(COLUMNS)
-    scoring = StreamedScoring(manager, prompts, 3, patience=0.2)
+    scoring = StreamedScoring(manager, prompts, 3, patience=3.0)
     stream(scoring, [0, 1, 2])
     answers = with_columns(scoring.join(answers_of(prompts)))
     outcomes = answers.non_tensor_batch[OUTCOMES]
@@ -161,9 +165,31 @@ def test_what_is_not_scored_in_time_is_left_to_the_controller(
     assert rewards.sum(-1).tolist() == [3, 13, 4]
 
 
+def test_time_that_sampling_took_is_not_waited_again(tokenizer: PreTrainedTokenizerFast) -> None:
+    release = threading.Event()
+    manager = NaiveRewardManager(tokenizer, 0, lambda **call: release.wait(60))
+    prompts = prompts_of(COLUMNS)
+    scoring = StreamedScoring(manager, prompts, 3, patience=600)
+    scoring._begun -= 600  # seconds of sampling
+    stream(scoring, [0, 1, 2])
+    answers = scoring.join(answers_of(prompts))
+    assert not release.is_set()
+    release.set()
+    assert answers.non_tensor_batch[OUTCOMES].tolist() == [None] * 3
+    assert answers.meta_info["metrics"]["reward_sampling"] >= 600
+
+
+def test_nothing_is_left_of_sampling_that_fails(tokenizer: PreTrainedTokenizerFast) -> None:
+    scoring = StreamedScoring(NaiveRewardManager(tokenizer, 0), prompts_of(COLUMNS), 3, patience=30)
+    with pytest.raises(OSError, match="no memory"), scoring:
+        raise OSError("no memory")
+    assert scoring._fed.result(30) == {}, "its thread still waits for responses"
+
+
 def test_failures_come_back_as_outcomes(tokenizer: PreTrainedTokenizerFast) -> None:
-    def fail(solution_str: str, **call: Any) -> float:
-        return 1 / (int(solution_str) - 3)
+    def fail(solution_str: str, **call: Any) -> Any:
+        inverse = 1 / (int(solution_str) - 3)
+        return {"score": inverse, "call": lambda: 0} if solution_str == "4" else inverse
 
     manager = NaiveRewardManager(tokenizer, 0, fail)
     manager.limits = ScoringLimits(timeout=30)
@@ -171,9 +197,10 @@ def test_failures_come_back_as_outcomes(tokenizer: PreTrainedTokenizerFast) -> N
     scoring = StreamedScoring(manager, prompts, 3, patience=30)
     stream(scoring, [1, 2, 0])
     outcomes = scoring.join(answers_of(prompts)).non_tensor_batch[OUTCOMES]
-    assert [outcome.state for outcome in outcomes] == ["failed", "value", "value"]
+    assert [outcome.state for outcome in outcomes] == ["failed", "value", "failed"]
     assert "ZeroDivisionError" in outcomes[0].error
-    assert pickle.loads(pickle.dumps(outcomes[0])) == outcomes[0]
+    assert "cannot be sent to another process" in outcomes[2].error
+    assert pickle.loads(pickle.dumps(list(outcomes))) == list(outcomes)
 
 
 @pytest.mark.parametrize(
@@ -188,12 +215,14 @@ def test_a_mistake_in_the_data_is_told_by_the_controller(
     columns: dict[str, list[Any]],
     error: type[Exception],
     said: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     prompts = prompts_of(columns)
     scoring = StreamedScoring(NaiveRewardManager(tokenizer, 0), prompts, 3, patience=30)
     stream(scoring, [0, 1, 2])
     answers = scoring.join(answers_of(prompts))
     assert answers.non_tensor_batch[OUTCOMES].tolist() == [None] * 3
+    assert any("left to the controller" in m and said in m for m in caplog.messages)
     for key, values in columns.items():
         answers.non_tensor_batch[key] = np.array(values, dtype=object)
     with pytest.raises(error, match=said):
@@ -209,6 +238,8 @@ def test_which_runs_stream(tokenizer: PreTrainedTokenizerFast, load: Load, tmp_p
         "        return super().__call__(data, return_dict)\n"
         "class Sample(NaiveRewardManager):\n"
         "    pass\n"
+        "def compute_score(**call):\n"
+        "    return 0.0\n"
     )
     by_file = ("reward_manager.source=importlib", f"reward_manager.module.path={own}")
     two_ranks = "trainer.n_gpus_per_node=2"
@@ -217,7 +248,7 @@ def test_which_runs_stream(tokenizer: PreTrainedTokenizerFast, load: Load, tmp_p
         ((), True),
         (("reward.streaming=False",), False),
         (("reward_model.reward_manager=prime", two_ranks), True),
-        (("reward_model.reward_manager=batch",), False),
+        (("reward_model.reward_manager=batch", f"custom_reward_function.path={own}"), False),
         ((limited,), True),
         ((limited, two_ranks), False),
         ((*by_file, "reward_manager.module.name=Own"), False),

@@ -119,6 +119,9 @@ def test_a_sample_without_a_reward_says_nothing_of_its_group() -> None:
 def test_a_batch_in_which_everything_failed_has_no_values_at_all() -> None:
     batch = with_failures(scored([0, 0], "aa"), ["failed", "failed"])
     assert informative_rows(batch, "acc").tolist() == [False, False]
+    assert batch.batch is not None
+    batch.batch["has_reward"][:] = True  # scored 0
+    assert informative_rows(batch, "acc").tolist() == [False, False]
 
 
 def test_a_failing_scorer_does_not_end_the_run() -> None:
@@ -134,6 +137,32 @@ def test_a_failing_scorer_does_not_end_the_run() -> None:
     assert batch.batch["has_reward"].tolist() == [True, True, False, False]
     assert metrics["reward/failed"] == 3.0
     assert metrics["training/filter_groups/kept_ratio"] == 1 / 4
+
+
+@pytest.mark.parametrize("on_failure", ["mask", "zero"])
+def test_a_scorer_that_always_fails_does_not_keep_a_step_for_ever(on_failure: str) -> None:
+    groups = GroupFilter(config(prompts=3))  # without a limit of batches
+    for uids in ("aabb", "ccdd"):
+        assert not groups.enough
+        batch = with_failures(scored([0] * 4, uids), ["failed"] * 4)
+        if on_failure == "zero":
+            assert batch.batch is not None
+            batch.batch["has_reward"][:] = True
+        groups.add(batch)
+    assert groups.enough
+    assert sum(map(len, groups._unjudged)) == 6, "more is kept than a step needs"
+    taken, metrics = groups.take()
+    assert taken.non_tensor_batch["uid"].tolist() == list("aabbcc")
+    assert taken.batch is not None and not taken.batch["has_reward"].any()
+    assert metrics["reward/failed"] == 8.0
+
+
+def test_no_more_failures_are_kept_than_a_step_needs() -> None:
+    groups = GroupFilter(config(prompts=1, most=3))
+    for uids in ("aabb", "ccdd", "eeff"):
+        groups.add(with_failures(scored([0] * 4, uids), ["failed"] * 4))
+    assert sum(map(len, groups._unjudged)) == 2
+    assert groups.take()[0].non_tensor_batch["uid"].tolist() == ["a", "a"]
 
 
 def test_failures_do_not_excuse_prompts_that_teach_nothing() -> None:

@@ -232,15 +232,31 @@ def test_gdpos_rewards_of_a_sample_that_is_scored_0() -> None:
     assert component_metrics(batch, config_of("zero", ["one"]))["gdpo/one/mean"] == 0.5
 
 
+def test_gdpos_rewards_of_a_batch_that_failed_as_a_whole() -> None:
+    extras = {"reward_state": ["failed", "timed_out"], "reward_error": ["x", "y"]}
+    batch = recorded(extras, "zero", ["one", "two"])
+    assert batch.non_tensor_batch["one"].tolist() == [0.0, 0.0]
+    assert batch.non_tensor_batch["two"].tolist() == [0.0, 0.0]
+    # Those that some function gave are no different if all of them are nonsense.
+    batch = recorded({"one": ["x", None]}, "zero", ["one", "two"])
+    assert batch.non_tensor_batch["reward_state"].tolist() == ["failed", "failed"]
+    assert batch.non_tensor_batch["two"].tolist() == [0.0, 0.0]
+
+
 def test_other_estimators_have_no_components() -> None:
     assert component_metrics(recorded({"one": [1.0]}), config_of("mask")) == {}
 
 
 def test_waiting_for_scores_is_not_sampling() -> None:
-    answers = DataProto(meta_info={"metrics": {"reward_wait": [0.5, 2.0]}})
-    timing = {"gen": 10.0, "reward": 1.0}
+    waits = {"reward_sampling": [9.0, 4.0, 8.0], "reward_wait": [0.5, 5.0, 3.0]}
+    answers = DataProto(meta_info={"metrics": waits})
+    timing = {"gen": 11.0, "reward": 1.0}
     waited_for_rewards(answers, timing)
-    assert timing == {"gen": 8.0, "reward": 3.0}
+    # The last rank was done 11 s after the beginning, and sampling took 9.
+    assert timing == {"gen": 9.0, "reward": 3.0}
     assert answers.meta_info == {}
     waited_for_rewards(DataProto(), timing)
-    assert timing == {"gen": 8.0, "reward": 3.0}
+    assert timing == {"gen": 9.0, "reward": 3.0}
+    alone = {"reward_sampling": 4.0, "reward_wait": 2.0}
+    waited_for_rewards(DataProto(meta_info={"metrics": alone}), timing)
+    assert timing == {"gen": 7.0, "reward": 5.0}
