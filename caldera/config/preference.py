@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from caldera.config.fields import nested, option, refused
+from caldera.config.reasons import ALWAYS_PACKED
 from caldera.config.sft import (
     MultiTurnDataConfig,
     SFTDataConfig,
@@ -43,6 +44,7 @@ class PreferenceDataConfig(SFTDataConfig):
     response_key: str = refused("answer", PAIRS)
     response_dict_keys: list[str] | None = refused(None, PAIRS)
     multiturn: PairedMultiTurnConfig = nested(PairedMultiTurnConfig)
+    pad_mode: str = refused("no_padding", ALWAYS_PACKED)
     ignore_input_ids_mismatch: bool = refused(False, PAIRS)
     margin_key: str | None = None
     """Column with how far apart the two scores ought to be at least; null: any distance will do."""

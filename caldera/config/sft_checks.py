@@ -68,11 +68,6 @@ def _check_run(config: SFTTrainerConfig) -> None:
         raise ConfigError(
             f"trainer.test_freq={trainer.test_freq} needs data.val_files=...; -1 does without"
         )
-    if trainer.nnodes > 1 and trainer.worker_group == "local":
-        raise ConfigError(
-            f"trainer.worker_group='local': trainer.nnodes={trainer.nnodes} nodes need 'ray', or "
-            "torchrun on each of them"
-        )
 
 
 def _check_frequency(key: str, value: Any) -> None:
@@ -106,6 +101,11 @@ def resolve_supervised(
     chosen = []
     if launched is not None:
         _take_launched(config, *launched)
+    elif trainer.nnodes > 1 and trainer.worker_group == "local":
+        raise ConfigError(
+            f"trainer.worker_group='local': trainer.nnodes={trainer.nnodes} nodes need 'ray', or "
+            "torchrun on each of them"
+        )
     elif trainer.worker_group is None:
         trainer.worker_group = "ray" if uses_ray(config) else "local"
         chosen.append(f"trainer.worker_group={trainer.worker_group}")
@@ -141,6 +141,11 @@ def _take_launched(config: SFTTrainerConfig, nodes: int, processes: int) -> None
         raise ConfigError(
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: torchrun has started {processes} "
             "processes on this node; leave the key out"
+        )
+    if trainer.nnodes not in (1, nodes):  # 1 is what the key has where it was left out
+        raise ConfigError(
+            f"trainer.nnodes={trainer.nnodes}: torchrun has started processes on {nodes} nodes; "
+            "leave the key out"
         )
     trainer.worker_group, trainer.nnodes, trainer.n_gpus_per_node = "local", nodes, processes
 

@@ -73,6 +73,12 @@ def require_chat_template(
         raise DataError(f"the tokenizer {tokenizer.name_or_path!r} has no chat template; set {key}")
 
 
+def require_end_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise unless answers can be ended."""
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"the tokenizer {tokenizer.name_or_path!r} has no end token")
+
+
 def _message(item: object, what: str) -> Message:
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
         raise DataError(f"{what} must be part of {_EXPECTED}; got {_shown(item)}")

@@ -68,14 +68,14 @@ class ConversationTokenizer:
 
     def one_by_one(self, messages: list[Message]) -> TokenRow:
         """Every message as the template writes it alone, less the system prompt that it adds."""
-        header = self._header(self._kwargs)
+        headers = self._headers()
         added = self._added_system_prompt()
         pieces: list[tuple[str, bool]] = []
         for number, message in enumerate(messages):
             text = self._render([message], with_tools=number == 0)
             if number > 0 and message["role"] != "system":
                 text = text.removeprefix(added)
-            cut = text.find(header) + len(header) if header in text else 0
+            cut = next((text.find(one) + len(one) for one in headers if one in text), 0)
             cut = cut if message["role"] == ASSISTANT else len(text)
             pieces += [(text[:cut], False), (text[cut:], True)]
         return self._tokens(pieces)
@@ -98,20 +98,35 @@ class ConversationTokenizer:
             if not fits or start is None or text[:start] != before[:start] or start > end:
                 raise ConversationMismatch(
                     f"message {number}, the assistant's, cannot be found in what the chat template "
-                    "makes of the whole conversation"
+                    f"makes of the whole conversation{self._unasked_thinking(messages)}"
                 )
             yield start, end
             done = end
 
+    def _unasked_thinking(self, messages: list[Message]) -> str:
+        """What a mismatch adds where the conversation would fit a template that may think."""
+        if self._kwargs.get("enable_thinking", True):
+            return ""
+        thinking = ConversationTokenizer(self._tokenizer, {**self._kwargs, "enable_thinking": True})
+        try:
+            list(thinking._spoken(messages, thinking._render(messages)))
+        except ConversationMismatch:
+            return ""
+        return ": it thinks, and enable_thinking=False has the template write that it did not"
+
     def _end_of_header(self, before: str, done: int) -> int | None:
-        """Where the last generation prompt in the text ends, which may be one without thinking."""
-        plain = {k: v for k, v in self._kwargs.items() if k != "enable_thinking"}
-        for kwargs in (self._kwargs, plain):
-            header = self._header(kwargs)
+        """Where the last generation prompt in the text ends."""
+        for header in self._headers():
             place = before.rfind(header, done)
-            if header and place >= 0:
+            if place >= 0:
                 return place + len(header)
         return None
+
+    def _headers(self) -> list[str]:
+        """The generation prompt, then that of a template which is told nothing of thinking: answers
+        that are not the last ones may have the latter."""
+        plain = {k: v for k, v in self._kwargs.items() if k != "enable_thinking"}
+        return [header for kwargs in (self._kwargs, plain) if (header := self._header(kwargs))]
 
     def _header(self, kwargs: Mapping[str, Any]) -> str:
         """The generation prompt."""

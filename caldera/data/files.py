@@ -37,6 +37,10 @@ class RowTable:
         file = bisect_right(self.starts, row) - 1
         return f"row {row - self.starts[file]} of {self.files[file]}"
 
+    def is_of_parquet(self, row: int) -> bool:
+        """Whether None may stand in the row for a field that only others have."""
+        return self.files[bisect_right(self.starts, row) - 1].endswith(".parquet")
+
 
 def read_rows(
     files: str | Sequence[str], *, key: str, required: Mapping[str, str] | None = None

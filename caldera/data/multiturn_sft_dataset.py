@@ -79,7 +79,7 @@ class MultiTurnSFTDataset(Dataset[Row]):
     def _messages(self, row: int) -> list[Message]:
         key = self._keys.messages_key
         what = f"{self._table.where(row)}: the value of {key!r} (data.multiturn.messages_key)"
-        messages = chat_messages(_without_nulls(self._table.rows[row][key]), what)
+        messages = chat_messages(self._given(row, key), what)
         if not any(message["role"] == ASSISTANT for message in messages):
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             raise DataError(f"{what} has nothing to train on: no message of {ASSISTANT!r}, "
@@ -88,15 +88,28 @@ class MultiTurnSFTDataset(Dataset[Row]):
         return [{"content": "", **message} for message in messages]
 
     def _template_kwargs(self, row: int) -> dict[str, Any]:
-        fields = self._table.rows[row]
         kwargs = dict(self.config.apply_chat_template_kwargs)
-        tools = fields.get(self._keys.tools_key)
+        tools = self._given(row, self._keys.tools_key)
         if tools:
             kwargs["tools"] = self._tools(row, tools)
-        thinking = fields.get(self._keys.enable_thinking_key)
+        thinking = self._given(row, self._keys.enable_thinking_key)
         if thinking is not None:
-            kwargs["enable_thinking"] = bool(thinking)
+            kwargs["enable_thinking"] = self._thinking(row, thinking)
         return kwargs
+
+    def _given(self, row: int, column: str) -> Any:
+        """A value of the row, less the fields that it has only because other rows have them."""
+        value = self._table.rows[row].get(column)
+        return _without_nulls(value) if self._table.is_of_parquet(row) else value
+
+    def _thinking(self, row: int, value: Any) -> bool:
+        if value not in (0, 1):
+            key = self._keys.enable_thinking_key
+            raise DataError(
+                f"{self._table.where(row)}: the value of {key!r} "
+                f"(data.multiturn.enable_thinking_key) must be true or false; got {value!r}"
+            )
+        return bool(value)
 
     def _tools(self, row: int, value: Any) -> list[dict[str, Any]]:
         key = self._keys.tools_key
@@ -106,10 +119,9 @@ class MultiTurnSFTDataset(Dataset[Row]):
                 value = json.loads(value)
             except json.JSONDecodeError as error:
                 raise DataError(f"{what} is no JSON: {error}") from error
-        tools = _without_nulls(value)
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
             raise DataError(f"{what} must be a list of schemas, or JSON text of one")
-        return tools
+        return value
 
 
 def _without_nulls(value: Any) -> Any:

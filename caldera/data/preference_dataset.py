@@ -11,6 +11,7 @@ from caldera.data.chat import (
     Message,
     chat_messages,
     require_chat_template,
+    require_end_token,
     tokenize_chat,
     tokenize_text,
 )
@@ -47,8 +48,7 @@ class PreferenceDataset(Dataset[Row]):
         self.tokenizer = tokenizer
         self.config = config
         require_chat_template(tokenizer, config.apply_chat_template_kwargs, TEMPLATE_KEY)
-        if tokenizer.eos_token_id is None:
-            raise DataError(f"the tokenizer {tokenizer.name_or_path!r} has no end token")
+        require_end_token(tokenizer)
         required = {
             config.prompt_key: "data.prompt_key",
             config.chosen_key: "data.chosen_key",
@@ -144,6 +144,13 @@ def _answer(value: object, what: str, prompt: list[Message]) -> str:
         raise DataError(
             f"{what} must be the text of an answer or one message of the assistant, with or "
             f"without the prompt's messages before it; got messages of {', '.join(roles) or 'none'}"
+        )
+    further = {k: v for k, v in messages[0].items() if k not in ("role", "content")}
+    dropped = [field for field, value in further.items() if value not in ("", [])]
+    if dropped:
+        raise DataError(
+            f"{what} has a message of the assistant with {', '.join(dropped)}, which cannot be "
+            "trained; takes role and content"
         )
     return text
 

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from caldera.data.chat import render_chat, require_chat_template, tokenize_text
+from caldera.data.chat import (
+    render_chat,
+    require_chat_template,
+    require_end_token,
+    tokenize_text,
+)
 from caldera.data.collate import Batch
 from caldera.data.conversation import TokenRow
 from caldera.data.files import Row, RowTable, read_rows
@@ -41,6 +46,7 @@ class SFTDataset(Dataset[Row]):
         self.tokenizer = tokenizer
         self.config = config
         require_chat_template(tokenizer, config.apply_chat_template_kwargs, TEMPLATE_KEY)
+        require_end_token(tokenizer)
         self._columns = {
             "data.prompt_key": (config.prompt_key, config.prompt_dict_keys),
             "data.response_key": (config.response_key, config.response_dict_keys),
@@ -104,6 +110,12 @@ def row_fields(
         )
     ids = truncate(row.ids, most, config.truncation)
     mask = truncate(row.loss_mask(), most, config.truncation)
+    if not any(mask):
+        advice = "; raise that, or cut the other side" if length > most else ""
+        raise DataError(
+            f"{where}: the sample has {length} tokens, and none is trained of those within "
+            f"data.max_length={most} (data.truncation={config.truncation}){advice}"
+        )
     width = most if config.pad_mode == "right" else len(ids)
     pad_id = tokenizer.pad_token_id
     assert isinstance(pad_id, int)

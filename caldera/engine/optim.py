@@ -10,15 +10,15 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from caldera.config import OptimizerConfig
 from caldera.errors import ConfigError
 
-FUSED_ON_SHARDS = ("Adam", "AdamW")
-"""Optimisers whose fused kernels take sharded parameters."""
+FUSED = ("Adam", "AdamW")
+"""Optimisers whose fused kernels are right for every device, precision and sharding; SGD's are not
+for bfloat16 on a CPU."""
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
@@ -36,11 +36,10 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
         "lr": config.lr,
         "betas": tuple(config.betas),
         "weight_decay": config.weight_decay,
-        "fused": True,
     }
+    if config.optimizer in FUSED:
+        arguments["fused"] = True
     arguments = {name: value for name, value in arguments.items() if name in takes}
-    if isinstance(trained[0], DTensor) and config.optimizer not in FUSED_ON_SHARDS:
-        arguments.pop("fused", None)
     extra = config.override_optimizer_config or {}
     unknown = sorted(set(extra) - set(takes))
     if unknown:

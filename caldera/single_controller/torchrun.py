@@ -42,7 +42,7 @@ FOREVER = timedelta(days=365)
 GRACE_S, LONG_GRACE_S = 0.5, 5.0
 """How long to look for other failures once there is one; longer if all seem to be consequences."""
 
-TELLING_S = 5.0
+TELLING_S = 20.0
 """How long rank 0 lives after torchrun has told it to end, as it does when another rank has died:
 until then it has told of that."""
 

@@ -124,10 +124,11 @@ def _write_model(source: CheckpointModel, options: MergeOptions, folder: Path) -
 
 def _check_model(source: CheckpointModel, options: MergeOptions, folder: Path) -> None:
     dtype = options.cast_to or source.widest_dtype
+    apart = None
     direct = source.filled()
-    apart = probe_logits(direct) if source.has_adapter else None
     if source.has_adapter:
         direct = source.merged(direct)
+        apart = _logits(source.filled(), None, source.widest_dtype)
     expected = _logits(direct, options.cast_to, dtype)
     del direct
     loaded = load_folder(source.factory, folder, dtype, options.reading.trust_remote_code)

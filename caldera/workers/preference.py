@@ -16,6 +16,7 @@ from caldera.config.preference import DPOTrainerConfig
 from caldera.core_algos import LossScale, PairMetrics, bradley_terry_loss, dpo_loss, masked_sum
 from caldera.data import Batch, create_preference_dataset, engine_rows
 from caldera.engine import LossAndMetrics, LossFn, Outputs
+from caldera.errors import DataError
 from caldera.models.loading import Built, build_sequence_classifier
 from caldera.protocol import DataProto, tensors_of
 from caldera.workers.objective import MODEL_KEY, Objective, language_model
@@ -25,11 +26,27 @@ PAIR = 2
 
 def pair_batch(items: Sequence[dict[str, Any]], pad_id: int) -> Batch:
     """Two rows for each item, and the margins (B,) where the items have them."""
-    batch = engine_rows([item[name] for item in items for name in ("chosen", "rejected")], pad_id)
-    if "margin" in items[0]:
+    names = ("chosen", "rejected")
+    batch = engine_rows([_tokens_and_mask(item, name) for item in items for name in names], pad_id)
+    with_margin = [item for item in items if "margin" in item]
+    if with_margin:
+        if len(with_margin) < len(items):
+            raise DataError("some rows of the data set have a margin, others not (data.custom_cls)")
         margins = torch.tensor([item["margin"] for item in items])
         batch["margin"] = margins.repeat_interleave(PAIR)
     return batch
+
+
+def _tokens_and_mask(item: dict[str, Any], name: str) -> tuple[list[int], list[int]]:
+    value: Any = item.get(name)
+    is_pair = isinstance(value, tuple | list) and len(value) == PAIR
+    if not is_pair or not all(isinstance(one, list) and len(one) == len(value[0]) for one in value):
+        raise DataError(
+            f"a row of the data set has no {name!r} with a list of tokens and a mask of the same "
+            f"length (data.custom_cls); it has {', '.join(item)}"
+        )
+    ids, mask = value
+    return ids, mask
 
 
 def scoring_loss(config: SFTTrainerConfig) -> LossFn:

@@ -191,16 +191,26 @@ def test_a_critic(tmp_path: Path) -> None:
         assert config["architectures"] == ["LlamaForTokenClassification"]
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_a_reward_model(tmp_path: Path, lora: bool) -> None:
+@pytest.mark.parametrize(
+    ("lora", "dtype", "near"),
+    [
+        (False, torch.float32, 0.0),
+        (True, torch.float32, 1e-4),
+        (False, torch.bfloat16, 0.0),
+        (True, torch.bfloat16, 0.3),
+    ],
+)
+def test_a_reward_model(tmp_path: Path, lora: bool, dtype: torch.dtype, near: float) -> None:
     """It is loaded as one, by transformers and for PPO."""
     module = build(judge=True, lora=lora, pad_token_id=0)
+    lower_precision(module, dtype)
+    base_module(module).score.float()  # as it is trained
     source = checkpoint(module, tmp_path / "actor")
     out = tmp_path / "out"
     assert run("--local-dir", source, "--target-dir", out, "--adapter", "merge") == 0
-    loaded: Any = AutoModelForSequenceClassification.from_pretrained(out)
+    loaded: Any = AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float32)
     assert logits(loaded).shape == (len(TOKENS), 1)
-    torch.testing.assert_close(logits(loaded), logits(module), rtol=0, atol=1e-4 if lora else 0.0)
+    torch.testing.assert_close(logits(loaded), logits(module.float()), rtol=0, atol=near)
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
     built = build_reward_model(ModelConfig(path=str(out)), torch.float32, "reward_model.model")

@@ -34,12 +34,13 @@ class SupervisedCommand:
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run; returns the exit status."""
-        if _is_served_by_another():
-            return run_entry_point(_serve)
         parser = self._parser()
         options, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
         arguments = parser.parse_args(options)
         overrides += getattr(arguments, "key=value")  # what is no override is told by the loader
+        if _is_served_by_another():
+            only_tells = arguments.help is not None or arguments.cfg is not None
+            return 0 if only_tells else run_entry_point(_serve)  # telling is for rank 0
         if arguments.help is not None:
             keys = help_text(self.schema, arguments.help)
             pydoc.pager(keys if arguments.help else f"{parser.format_help()}\n{keys}")

@@ -75,11 +75,12 @@ def build(
     seed_everything(config.trainer.seed)
     model = config.model
     import_external(model, MODEL_KEY)
+    path_key = "model.partial_pretrain" if model.partial_pretrain else "model.path"
     tokenizer = hf_tokenizer(
         model.tokenizer_path or str(model.path),
         trust_remote_code=model.trust_remote_code,
         custom_chat_template=model.custom_chat_template,
-        key="model.tokenizer_path" if model.tokenizer_path else "model.partial_pretrain",
+        key="model.tokenizer_path" if model.tokenizer_path else path_key,
     )
     loader = _train_loader(config, objective, tokenizer)
     steps = total_training_steps(config, loader)

@@ -166,12 +166,15 @@ def total_training_steps(config: SFTTrainerConfig, loader: StatefulLoader) -> in
 
 
 def step_metrics(answer: DataProto) -> Metrics:
-    """The ranks' metrics, of which the means are the whole's."""
+    """The ranks' metrics, of which the means are the whole's; of peaks of memory, the highest."""
     metrics: dict[str, Any] = answer.meta_info["metrics"]
-    return {
-        name: sum(value) / len(value) if isinstance(value, list) else value
-        for name, value in metrics.items()
-    }
+    return {name: _of_ranks(name, value) for name, value in metrics.items()}
+
+
+def _of_ranks(name: str, value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    return max(value) if "memory" in name else sum(value) / len(value)
 
 
 def _checkpoint_keys(config: SFTTrainerConfig) -> TrainerConfig:

@@ -65,6 +65,8 @@ def test_columns_of_other_samples_are_refused(name: str, override: str) -> None:
     ("name", "overrides", "message"),
     [
         ("dpo_trainer", ["data.margin_key=far"], r"^data\.margin_key='far' is not supported: "),
+        ("rm_trainer", ["data.pad_mode=right"], r"^data\.pad_mode='right' is not supported: seq"),
+        ("dpo_trainer", ["data.pad_mode=right"], r"^data\.pad_mode='right' is not supported: seq"),
         ("dpo_trainer", ["dpo.beta=0"], r"^dpo\.beta=0\.0: must be more than 0"),
         ("dpo_trainer", ["dpo.beta=-1"], r"^dpo\.beta=-1\.0: must be at least 0"),
         ("dpo_trainer", ["dpo.loss_type=kto"], r"^dpo\.loss_type='kto': takes one of sigmoid, ipo"),

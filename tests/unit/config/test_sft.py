@@ -136,3 +136,10 @@ class TestMachine:
             resolve_supervised(load("trainer.n_gpus_per_node=8"), gpus=0, launched=(1, 2))
         with pytest.raises(ConfigError, match=r"worker_group='ray': torchrun has started"):
             resolve_supervised(load("trainer.worker_group=ray"), gpus=0, launched=(1, 2))
+        with pytest.raises(ConfigError, match=r"nnodes=3: torchrun has started processes on 2 no"):
+            resolve_supervised(load("trainer.nnodes=3"), gpus=0, launched=(2, 2))
+
+    def test_torchrun_and_the_config_agree(self) -> None:
+        config = load("trainer.nnodes=2", "trainer.worker_group=local", "trainer.n_gpus_per_node=4")
+        resolve_supervised(config, gpus=0, launched=(2, 4))
+        assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (2, 4)

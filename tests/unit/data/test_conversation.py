@@ -187,8 +187,18 @@ class TestMismatch:
         row = ConversationTokenizer(tokenizer_of(QWEN3), {}).one_by_one(messages)
         assert marked(QWEN3, row) == turn("user", "1+1") + said("2")
 
+    def test_one_by_one_without_thinking(self) -> None:
+        """A lone message has a header that is not the generation prompt."""
+        messages = [message("user", "1+1"), message("assistant", "2")]
+        kwargs = {"enable_thinking": False}
+        row = ConversationTokenizer(tokenizer_of(QWEN3), kwargs).one_by_one(messages)
+        assert marked(QWEN3, row) == turn("user", "1+1") + said("2")
+
     def test_thinking_where_there_is_to_be_none(self) -> None:
-        with pytest.raises(ConversationMismatch, match="message 1, the assistant's, cannot be"):
+        told = (
+            r"^message 1, the assistant's, cannot be .*: it thinks, and enable_thinking=False has"
+        )
+        with pytest.raises(ConversationMismatch, match=told):
             whole(
                 QWEN3, message("user", "1+1"), message("assistant", "2", reasoning_content="so"),
                 enable_thinking=False,
@@ -197,6 +207,7 @@ class TestMismatch:
     def test_a_template_without_a_generation_prompt(self) -> None:
         tokenizer = tokenizer_of(SMOLLM2)
         template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        conversations = ConversationTokenizer(tokenizer, {"chat_template": template})
-        with pytest.raises(ConversationMismatch, match="cannot be found"):
+        kwargs = {"chat_template": template, "enable_thinking": False}
+        conversations = ConversationTokenizer(tokenizer, kwargs)
+        with pytest.raises(ConversationMismatch, match=r"makes of the whole conversation$"):
             conversations.whole([message("user", "Hi"), message("assistant", "Yes")])

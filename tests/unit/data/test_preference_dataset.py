@@ -160,6 +160,12 @@ def test_fields_that_only_some_messages_have(tokenizer: Any, tmp_path: Path) -> 
     assert text_of(tokenizer, item["rejected"]) == ("<user>a<assistant>c<eos>", "c<eos>")
 
 
+def test_fields_that_say_nothing(tokenizer: Any, write_jsonl: Write) -> None:
+    chosen = [{**assistant("b"), "reasoning_content": "", "tool_calls": [], "name": None}]
+    item = dataset(write_jsonl([{"prompt": "a", "chosen": chosen, "rejected": "c"}]), tokenizer)[0]
+    assert text_of(tokenizer, item["chosen"])[1] == "b<eos>"
+
+
 def test_cut_on_the_right(tokenizer: Any, write_jsonl: Write) -> None:
     file = write_jsonl([{"prompt": "abc", "chosen": "defg", "rejected": "h"}])
     item = dataset(file, tokenizer, max_length=7, truncation="right")[0]
@@ -207,6 +213,10 @@ def test_too_long(tokenizer: Any, write_jsonl: Write) -> None:
         ({"chosen": [{"role": "user", "content": "x"}]}, r"'chosen' .*got messages of user$"),
         ({"rejected": [assistant("x")] * 2}, r"'rejected' .*got messages of assistant, assistant$"),
         ({"rejected": QUESTION}, r"'rejected' .*got messages of none$"),
+        (
+            {"chosen": [{**assistant("x"), "reasoning_content": "so", "tool_calls": [{}]}]},
+            r"'chosen' .* message of the assistant with reasoning_content, tool_calls, which cann",
+        ),
         (
             {"margin": "large"},
             r"row 0 of .*'margin' \(data\.margin_key\) must be a number; got 'la",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -135,6 +136,33 @@ class TestConversations:
         assert trained(one, tokenizer) == ("11False!<user>a<assistant>b", "b")
         assert trained(two, tokenizer) == ("11True!<user>a<assistant>b", "b")
 
+    NULL: ClassVar[dict[str, Any]] = {"name": "t", "default": None}
+
+    @pytest.mark.parametrize("tools", [[NULL], json.dumps([NULL])])
+    def test_nulls_of_json_stay(
+        self, write_jsonl: WriteRows, tokenizer: PreTrainedTokenizerFast, tools: Any
+    ) -> None:
+        tokenizer.chat_template = (
+            "{{ tools | tojson }}{% for m in messages if m.tool_calls %}"
+            "{{ m.tool_calls | tojson }}{% endfor %}" + str(tokenizer.chat_template)
+        )
+        talk = [{"role": "assistant", "content": "a", "tool_calls": [{"x": None}]}]
+        config = SFTDataConfig(multiturn=MultiTurnDataConfig(enable=True))
+        rows = create_sft_dataset(
+            [write_jsonl([{"messages": talk, "tools": tools}])], config, tokenizer
+        )
+        assert json.dumps([self.NULL]) + '[{"x": null}]' in trained(rows[0], tokenizer)[0]
+
+    def test_nulls_of_json_text_in_a_column_stay(
+        self, write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
+        tokenizer.chat_template = "{{ tools | tojson }}" + str(tokenizer.chat_template)
+        talk = [{"role": "assistant", "content": "a"}]
+        file = write_rows({"messages": talk, "tools": json.dumps([self.NULL])})
+        config = SFTDataConfig(multiturn=MultiTurnDataConfig(enable=True))
+        (row,) = create_sft_dataset([file], config, tokenizer)
+        assert trained(row, tokenizer)[0].startswith(json.dumps([self.NULL]))
+
     def test_a_mismatch_names_the_row(
         self, write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast
     ) -> None:
@@ -252,6 +280,41 @@ class TestMistakes:
             f"row 0 of {file}: the sample has 7 tokens, more than data.max_length=6; raise that, "
             "or cut such samples with data.truncation=left or right"
         )
+
+    def test_nothing_is_left_to_train_on(
+        self, write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
+        file = write_rows({"question": "abc", "answer": "b"})
+        config = SFTDataConfig(max_length=3, truncation="right")
+        rows = create_sft_dataset([file], config, tokenizer)
+        with pytest.raises(DataError) as raised:
+            rows[0]
+        assert str(raised.value) == (
+            f"row 0 of {file}: the sample has 7 tokens, and none is trained of those within "
+            "data.max_length=3 (data.truncation=right); raise that, or cut the other side"
+        )
+
+    @pytest.mark.parametrize("value", ["false", 2])
+    def test_thinking_that_is_neither_on_nor_off(
+        self, write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast, value: Any
+    ) -> None:
+        talk = [{"role": "assistant", "content": "a"}]
+        file = write_rows({"messages": talk, "enable_thinking": value})
+        config = SFTDataConfig(multiturn=MultiTurnDataConfig(enable=True))
+        with pytest.raises(DataError) as raised:
+            create_sft_dataset([file], config, tokenizer)
+        assert str(raised.value) == (
+            f"row 0 of {file}: the value of 'enable_thinking' (data.multiturn.enable_thinking_key) "
+            f"must be true or false; got {value!r}"
+        )
+
+    def test_a_tokenizer_without_an_end(
+        self, write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
+        file = write_rows({"question": "a", "answer": "b"})
+        tokenizer.eos_token = None
+        with pytest.raises(DataError, match="has no end token"):
+            create_sft_dataset([file], SFTDataConfig(), tokenizer)
 
     def test_nothing_to_train_on(
         self, write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast

@@ -90,6 +90,23 @@ def test_another_class_gets_the_arguments_that_it_takes() -> None:
     assert "weight_decay" not in build_optimizer([nn.Parameter(torch.ones(1))], rprop).defaults
 
 
+def test_fused_kernels_where_they_are_right() -> None:
+    def is_fused(name: str) -> bool:
+        config = OptimizerConfig(optimizer=name)
+        return bool(build_optimizer([nn.Parameter(torch.ones(1))], config).defaults.get("fused"))
+
+    names = ("Adam", "AdamW", "SGD", "Adagrad", "Rprop")
+    assert [name for name in names if is_fused(name)] == ["Adam", "AdamW"]
+
+
+def test_sgd_in_bfloat16() -> None:
+    parameter = nn.Parameter(torch.ones(67, dtype=torch.bfloat16))
+    config = OptimizerConfig(optimizer="SGD", lr=0.5, weight_decay=0.0)
+    parameter.grad = torch.ones_like(parameter)
+    build_optimizer([parameter], config).step()
+    assert parameter.tolist() == [0.5] * 67
+
+
 @pytest.mark.parametrize(
     ("name", "module"), [("AdamX", "torch.optim"), ("AdamW", "torch.optimisers")]
 )

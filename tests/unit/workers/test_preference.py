@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from caldera.config.loader import SCHEMAS, load_supervised_config
 from caldera.config.sft_checks import resolve_supervised
 from caldera.core_algos import LossScale
+from caldera.errors import DataError
 from caldera.protocol import DataProto, tensors_of
 from caldera.single_controller import LocalWorkerGroup, ResourcePool
 from caldera.workers.objective import Objective
@@ -222,3 +223,23 @@ def test_objectives_travel() -> None:
     for objective in (REWARD_MODEL, DIRECT):
         assert pickle.loads(pickle.dumps(objective)) == objective
     assert pair_batch is REWARD_MODEL.collate
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"chosen": ([1, 2], [1, 0])}, r"has no 'rejected' with .*custom_cls\); it has chosen$"),
+        ({"chosen": [1, 2], "rejected": [3, 4]}, "has no 'chosen' with a list of tokens"),
+        ({"chosen": ([1, 2], [1]), "rejected": ([3], [0])}, "has no 'chosen' .* the same length"),
+    ],
+)
+def test_items_that_are_no_pairs(item: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        pair_batch([item], 0)
+
+
+def test_margins_are_in_all_items_or_in_none() -> None:
+    pair = {"chosen": ([1, 2], [1, 0]), "rejected": ([3, 4], [1, 0])}
+    for items in ([pair, {**pair, "margin": 1.0}], [{**pair, "margin": 1.0}, pair]):
+        with pytest.raises(DataError, match="some rows of the data set have a margin"):
+            pair_batch(items, 0)
