@@ -168,11 +168,13 @@ def test_what_failed_is_tried_again_at_the_next_save(
     save(checkpoints, 2)
     assert (remote / TRACKER).read_text() == "1"
     assert checkpoints.metrics() == {"checkpoint/failed_uploads": 1}
-    assert caplog.messages[0] == (
+    # A busy machine may also tell that it waits for the upload.
+    told = [message for message in caplog.messages if "waiting for" not in message]
+    assert told[0] == (
         f"global_step_2 could not be uploaded to moody://{remote}: RuntimeError: 503; "
         "the next save tries again (1 failed so far)"
     )
-    assert "not uploaded" in caplog.messages[1] and "global_step_2" in caplog.messages[1]
+    assert "not uploaded" in told[1] and "global_step_2" in told[1]
     mood.is_down = False
     save(checkpoints, 3)
     assert names(remote) == ["global_step_1", "global_step_2", "global_step_3", TRACKER]
