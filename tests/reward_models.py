@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaConfig,
@@ -31,6 +32,15 @@ Messages = list[dict[str, str]]
 
 def save_reward_model(folder: Path) -> Path:
     """A tiny classifier with a byte-level tokenizer, which puts <s> before whatever it reads."""
+    return _save(folder, AutoModelForSequenceClassification)
+
+
+def save_judge(folder: Path) -> Path:
+    """A tiny language model with the same tokenizer."""
+    return _save(folder, AutoModelForCausalLM)
+
+
+def _save(folder: Path, kind: Any) -> Path:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -54,7 +64,7 @@ def save_reward_model(folder: Path) -> Path:
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(11)
-        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+        kind.from_config(config).save_pretrained(folder)
     return folder
 
 

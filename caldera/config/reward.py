@@ -23,8 +23,6 @@ from caldera.config.reasons import (
 
 NO_LANGUAGE_HEAD = "a reward model has no language head; leave the key out"
 NO_SERVER_OPTION = "the server of reward models has no such option"
-NO_CACHE = "a classifier reads a sequence once and keeps no cache"
-NO_GENERATION = "a classifier generates nothing"
 WHOLE_ON_EACH_RANK = "every rank serves a whole model"
 
 
@@ -52,7 +50,8 @@ class RewardModelModelConfig:
     """Tokenizer of the answers. Where the one in `path` differs, the reward model reads the
     conversation rendered anew by its own chat template; null: it reads the actor's tokens."""
     path: str | None = "~/models/FsfairX-LLaMA3-RM-v0.1"
-    """Folder or hub name of the reward model: a sequence classifier of one label."""
+    """Folder or hub name of the reward model: a sequence classifier of one label, or, with
+    `rollout.name=native`, a language model (of an architecture that ends in ForCausalLM)."""
     external_lib: str | None = II("actor_rollout_ref.model.external_lib")
     """Modules that are imported before the model is built."""
     trust_remote_code: bool = False
@@ -77,30 +76,40 @@ class RewardRolloutConfig:
     `vllm` (POST /classify) and `sglang` (POST /v1/embeddings) are found at `url`; null: none."""
     url: Any = None
     """Address of the server, or a list of several, among which requests are dealt."""
-    dtype: str = refused("bfloat16", "it is bfloat16 on a GPU and float32 on a CPU")
-    gpu_memory_utilization: float = refused(0.5, NO_CACHE)
+    dtype: str | None = option(None, choices=("float32", "bfloat16"))
+    """Precision of a language model; null: bfloat16 on a GPU, float32 on a CPU. A classifier has
+    that precision always."""
+    gpu_memory_utilization: float = option(0.5, minimum=0, maximum=1, unit="share of memory")
+    """Memory of the GPU that a language model's weights and cache may fill while it is awake."""
     enforce_eager: bool = refused(True, NO_SERVER_OPTION)
     cudagraph_capture_sizes: list[int] | None = refused(None, NO_SERVER_OPTION)
     free_cache_engine: bool = True
-    """Keep the model in host memory while it has nothing to score (on a GPU that it shares)."""
+    """Keep the model in host memory, without a cache, while it has nothing to score (on a GPU that
+    it shares)."""
     data_parallel_size: int = refused(1, WHOLE_ON_EACH_RANK)
     expert_parallel_size: int = refused(1, WHOLE_ON_EACH_RANK)
     tensor_model_parallel_size: int = refused(2, WHOLE_ON_EACH_RANK, met=(1,))
     max_num_batched_tokens: int = option(8192, minimum=1, unit="tokens")
-    """Tokens of the sequences that are scored together; a longer sequence is scored alone."""
+    """Tokens of the sequences that are scored together, a longer one alone; of a language model,
+    those that one forward pass takes."""
     max_model_len: int | None = option(None, minimum=1, unit="tokens")
-    """Longest sequence that is scored; null: as long as the model takes."""
+    """Longest sequence that is scored; null: as long as the model takes. Of a language model,
+    prompt and answer together; null: prompt_length + response_length, or what the model takes."""
     max_num_seqs: int = option(1024, minimum=1, unit="sequences")
-    """Sequences that are scored together at most."""
+    """Sequences that are scored, or written, together at most."""
     load_format: str = refused("auto", NO_SERVER_OPTION)
     engine_kwargs: dict[str, Any] = refused({}, NO_SERVER_OPTION)
     limit_images: int | None = refused(None, NO_IMAGES)
-    enable_chunked_prefill: bool = refused(True, "sequences are scored whole", met=(False,))
-    enable_prefix_caching: bool = refused(True, NO_CACHE, met=(False,))
+    enable_chunked_prefill: bool = False
+    """Language models: run prompts in pieces beside the decoding, which whole ones interrupt."""
+    enable_prefix_caching: bool = False
+    """Language models: keep the cache of ended requests for those that begin alike."""
     disable_log_stats: bool = refused(True, NO_SERVER_OPTION)
     skip_tokenizer_init: bool = refused(False, NO_SERVER_OPTION)
-    prompt_length: int = refused(2048, NO_GENERATION)
-    response_length: int = refused(2048, NO_GENERATION)
+    prompt_length: int = option(2048, minimum=1, unit="tokens")
+    """Language models: longest prompt of a request."""
+    response_length: int = option(2048, minimum=1, unit="tokens")
+    """Language models: longest answer to a request, and that of one that does not say."""
 
 
 @dataclass

@@ -29,6 +29,7 @@ from caldera.models.fresh import WeightSource, fill
 from caldera.models.liger import apply_liger
 from caldera.models.pretrained import Loaded, Recipe, load_empty, load_whole
 from caldera.storage import local_path
+from caldera.storage.paths import WEIGHT_FILES
 
 DTYPES = {
     "float32": torch.float32,
@@ -122,6 +123,15 @@ def build_reward_model(
     return Built(model, WeightSource(model, loaded.readers) if empty else None)
 
 
+def is_language_model(config: ModelSource, key: str) -> bool:
+    """Whether the model was saved as one that generates: its architecture ends in ForCausalLM."""
+    import_external(config, key)
+    folder = _folder(config, key, WEIGHT_FILES)
+    with _told_as_config_error(config, key):
+        saved = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    return any(name.endswith("ForCausalLM") for name in saved.architectures or ())
+
+
 def enable_checkpointing(module: nn.Module) -> None:
     """Recompute activations in the backward pass."""
     model = base_module(module)
@@ -176,26 +186,37 @@ def _load(
     **extra: Any,
 ) -> Loaded:  # fmt: skip
     import_external(config, key)
-    folder = Path(local_path(config.path or "", f"{key}.path")).expanduser()
-    if folder.is_absolute() and not folder.is_dir():
-        raise ConfigError(f"{key}.path={config.path!r}: there is no such folder")
-    remote = config.trust_remote_code
-    try:
+    folder, remote = _folder(config, key), config.trust_remote_code
+    with _told_as_config_error(config, key):
         model_config, unused = AutoConfig.from_pretrained(
-            str(folder), return_unused_kwargs=True, trust_remote_code=remote,
+            folder, return_unused_kwargs=True, trust_remote_code=remote,
             **config.override_config, **extra,
         )  # fmt: skip
-        recipe = Recipe(factory, str(folder), model_config, dtype, seed, remote)
+        recipe = Recipe(factory, folder, model_config, dtype, seed, remote)
         loaded = load_empty(recipe) if empty else load_whole(recipe)
+    if unused:
+        names = ", ".join(unused)
+        raise ConfigError(f"{key}.override_config: the model's config has no {names}")
+    return loaded
+
+
+def _folder(config: ModelSource, key: str, skip: tuple[str, ...] = ()) -> str:
+    """The model's folder on this machine, or its name on the hub."""
+    folder = Path(local_path(config.path or "", f"{key}.path", skip)).expanduser()
+    if folder.is_absolute() and not folder.is_dir():
+        raise ConfigError(f"{key}.path={config.path!r}: there is no such folder")
+    return str(folder)
+
+
+@contextmanager
+def _told_as_config_error(config: ModelSource, key: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, SafetensorError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(
             f"{key}.path={config.path!r}: no model could be loaded: {first}"
         ) from error
-    if unused:
-        names = ", ".join(unused)
-        raise ConfigError(f"{key}.override_config: the model's config has no {names}")
-    return loaded
 
 
 def _scoring_head(model: nn.Module, config: ModelSource, key: str) -> nn.Module:

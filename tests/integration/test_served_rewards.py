@@ -34,6 +34,25 @@ async def compute_score(
     return await asyncio.to_thread(ask, reward_router_address, question, solution_str)
 """
 
+OWN_JUDGE = """
+import asyncio, json, urllib.request
+
+def ask(address, question):
+    message = {"role": "user", "content": question}
+    body = {"messages": [message], "temperature": 0.7, "max_tokens": 4}
+    url = f"http://{address}/v1/chat/completions"
+    with urllib.request.urlopen(url, json.dumps(body).encode()) as response:
+        return json.load(response)["choices"][0]["message"]["content"]
+
+async def compute_score(
+    data_source, solution_str, ground_truth, extra_info=None,
+    reward_router_address=None, raw_prompt=None,
+):
+    question = raw_prompt[-1]["content"]
+    verdict = await asyncio.to_thread(ask, reward_router_address, question)
+    return {"score": float(verdict == solution_str), "acc": float(verdict == ground_truth)}
+"""
+
 
 class Elsewhere(ThreadingHTTPServer):
     """A chat model and a classifier: both like long answers; the first five requests fail."""
@@ -95,6 +114,33 @@ def test_the_runs_own_model_behind_servers(
         "reward_model.n_gpus_per_node=2", "reward_model.nnodes=1",
     )  # fmt: skip
     lab.assert_same(apart, alone)
+
+
+def test_the_runs_own_judge(lab: Lab, tmp_path: Path) -> None:
+    """A language model that sleeps while others compute, or has ranks of its own."""
+    (tmp_path / "judge.py").write_text(OWN_JUDGE)
+    served = (
+        "reward_model.enable=True", f"reward_model.model.path={lab.model}", NATIVE, STEPS,
+        f"custom_reward_function.path={tmp_path / 'judge.py'}", "reward.num_workers=8",
+        "reward_model.rollout.prompt_length=16", "reward_model.rollout.response_length=4",
+        *lab.descent,
+    )  # fmt: skip
+    alone = lab.train(tmp_path / "one", *served)
+    assert [row["reward/failed"] for row in alone] == [0, 0]
+    assert alone[0]["critic/score/max"] > alone[0]["critic/score/min"]
+    apart = lab.train(
+        tmp_path / "pool", *served, "reward_model.enable_resource_pool=True",
+        "reward_model.n_gpus_per_node=2", "reward_model.nnodes=1",
+    )  # fmt: skip
+    assert [row["reward/failed"] for row in apart] == [0, 0]
+    lab.assert_same(apart, alone)
+
+
+def test_a_judge_whom_nobody_asks(lab: Lab, tmp_path: Path) -> None:
+    model = ("reward_model.enable=True", f"reward_model.model.path={lab.model}", NATIVE)
+    ended = lab.run(lab.overrides(tmp_path, *model))
+    assert ended.returncode == 2
+    assert "custom_reward_function.path=null: " in ended.stderr
 
 
 def test_a_classifier_elsewhere(

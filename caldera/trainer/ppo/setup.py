@@ -18,6 +18,7 @@ from caldera.config import (
     resolve_for_machine,
     uses_ray,
 )
+from caldera.config.reward_checks import check_native_model
 from caldera.config.strategies import roles
 from caldera.data import (
     create_rl_dataset,
@@ -26,7 +27,7 @@ from caldera.data import (
     hf_tokenizer,
 )
 from caldera.errors import ConfigError, WorkerError
-from caldera.models.loading import import_external
+from caldera.models.loading import import_external, is_language_model
 from caldera.reward import StreamingScorer, load_reward_manager, streams
 from caldera.single_controller import ClassWithInitArgs, ResourcePoolManager, Role
 from caldera.trainer.ppo.groups import make_groups_for
@@ -114,6 +115,9 @@ class TaskRunner:
         seed_everything(config.actor_rollout_ref.rollout.seed)
         model, data = config.actor_rollout_ref.model, config.data
         import_external(model, "actor_rollout_ref.model")  # it may register estimators and losses
+        reward_model = config.reward_model
+        if reward_model.is_served and reward_model.has_worker:
+            check_native_model(config, is_language_model(reward_model.model, "reward_model.model"))
         if data.tokenizer:  # checkpoints hold the tokenizer that the run used
             model.tokenizer_path = config.critic.model.tokenizer_path = data.tokenizer
         tokenizer = hf_tokenizer(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from caldera.config import PPOTrainerConfig
+from caldera.config.reward_checks import check_native_model
 from caldera.errors import ConfigError
 
 Load = Callable[..., PPOTrainerConfig]
@@ -72,7 +73,11 @@ def test_an_address_is_a_list_of_one(load: Load) -> None:
             "reward_model.ulysses_sequence_parallel_size=2: ",
         ),
         (("reward_model.rollout.name=trtllm",), "reward_model.rollout.name='trtllm': takes one of"),
-        ((NATIVE, "reward_model.rollout.dtype=float16"), "reward_model.rollout.dtype='float16' is"),
+        ((NATIVE, "reward_model.rollout.dtype=float16"), "reward_model.rollout.dtype='float16': "),
+        (
+            (SGLANG, AT_A, "reward_model.rollout.dtype=float32"),
+            "reward_model.rollout.dtype='float32' is not supported: a classifier is",
+        ),
         (
             (NATIVE, "reward_model.rollout.tensor_model_parallel_size=4"),
             "reward_model.rollout.tensor_model_parallel_size=4 is not supported: every rank serves",
@@ -82,3 +87,28 @@ def test_an_address_is_a_list_of_one(load: Load) -> None:
 def test_what_does_not_fit(load: Load, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         load(ON, *overrides)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["dtype=float32", "gpu_memory_utilization=0.7", "prompt_length=64", "response_length=8"],
+)
+def test_keys_of_language_models(load: Load, key: str) -> None:
+    """Whether they are honoured is known once the model's files have been seen."""
+    config = load(ON, NATIVE, f"reward_model.rollout.{key}", "custom_reward_function.path=judge.py")
+    check_native_model(config, is_language_model=True)
+    name = key.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"^reward_model.rollout.{name}=.* is not supported: a "):
+        check_native_model(config, is_language_model=False)
+    with pytest.raises(ConfigError, match=f"^reward_model.rollout.{name}=.* is not supported: a "):
+        load(f"reward_model.rollout.{key}")
+
+
+def test_a_language_model_needs_somebody_who_asks_it(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"^custom_reward_function.path=null: .* takes /x/y\.py"):
+        check_native_model(load(ON, NATIVE), is_language_model=True)
+    manager = ("reward_manager.source=importlib", "reward_manager.module.path=manager.py")
+    check_native_model(load(ON, NATIVE, *manager), is_language_model=True)
+    cut = load(ON, NATIVE, "custom_reward_function.path=judge.py", "reward_model.max_length=9")
+    with pytest.raises(ConfigError, match=r"^reward_model.max_length=9: "):
+        check_native_model(cut, is_language_model=True)
