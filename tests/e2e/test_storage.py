@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 STEPS = 4
 SAMPLES_PER_STEP = 5 * 4
 
-# Breaks down in the third step of the first process that has this file.
+# Ends the run in the third step of the first process that has this file.
 SCORER = f"""
 from pathlib import Path
+
+from caldera.errors import DataError
 
 calls = 0
 
@@ -31,7 +33,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, mark):
     calls += 1
     if mark and calls > {2 * SAMPLES_PER_STEP} and not Path(mark).exists():
         Path(mark).touch()
-        raise RuntimeError("the machine is going down")
+        raise DataError("the machine is going down")
     return float(solution_str == ground_truth)
 """
 
@@ -59,6 +61,7 @@ def overrides(lab: Lab, run_dir: Path, *more: str, mark: str = "") -> list[str]:
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
         f"custom_reward_function.reward_kwargs.mark={mark}",
+        "reward.streaming=False",
         f"trainer.total_training_steps={STEPS}",
         "trainer.save_freq=2",
         *more,
