@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,15 @@ class Lab:
             expected = {key: other[key] for key in EQUAL if key in other}
             found = {key: one[key] for key in EQUAL if key in one}
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Entry points that run in this process set the level of the log: for their test alone."""
+    logger = logging.getLogger("caldera")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")
