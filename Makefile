@@ -23,7 +23,7 @@ demo: $(VENV)/.stamp-core ## Train a tiny model on this machine and watch it lea
 demo-smollm2: $(VENV)/.stamp-smollm2 ## The same with SmolLM2-135M, a real pretrained model
 	@$(BIN)/caldera demo --model smollm2
 
-test: lint unit integration e2e ## Everything that continuous integration checks (under 15 minutes)
+test: lint unit integration e2e ## Lint and all tests but those of extras (about 25 minutes)
 
 check: lint unit ## The quick checks, before every commit
 
