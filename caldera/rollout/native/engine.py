@@ -258,10 +258,6 @@ class NativeRollout(StepwiseRollout):
         key = "actor_rollout_ref.rollout.native.exact=True"
         if self.device.type != "cpu":
             raise UnsupportedError(f"{key} on {self.device.type}: it has no kernels there yet")
-        text = base_module(self.module).config.get_text_config()
-        kinds = getattr(text, "layer_types", None)
-        if "sliding_attention" in kinds if kinds else getattr(text, "sliding_window", None):
-            raise UnsupportedError(f"{key}: models with a sliding window are not exact yet")
         if not isinstance(sampling_precision(self.module, self._dtype, self.device), nullcontext):
             raise UnsupportedError(
                 f"{key} with actor_rollout_ref.rollout.dtype={self.config.dtype}: takes null, or "
