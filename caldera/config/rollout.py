@@ -99,7 +99,7 @@ class LayerNameMap:
 @dataclass
 class NativeRolloutConfig:
     exact: bool = False
-    """Log-probs of sampler and trainer are equal to the bit. On a CPU, at some cost in speed."""
+    """Log-probs of sampler and trainer are equal to the bit, at some cost in speed."""
 
 
 @dataclass
@@ -131,8 +131,9 @@ class RolloutConfig:
     ignore_eos: bool = False
     """Go on to the full length whatever is sampled."""
     enforce_eager: bool = False
-    """Forbid captured graphs. The samplers of this release use none either way."""
-    cudagraph_capture_sizes: list[int] | None = refused(None, "no graphs are captured")
+    """Native sampler on CUDA: neither compile nor record steps. Slow, and quick to start."""
+    cudagraph_capture_sizes: list[int] | None = None
+    """Native sampler on CUDA: sizes to record steps of, beside max_num_seqs; null: a ladder."""
     free_cache_engine: bool = True
     """Return the cache's memory while training."""
     load_format: str = refused("dummy", "samplers use the trainer's weights; leave the key out")

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from caldera.engine.base import EngineOptions
-from caldera.errors import UnsupportedError
 from caldera.models.attention import PackedSequences
-from caldera.models.forward import base_module
+from caldera.models.exact_mode import in_exactness
+from caldera.models.forward import decoder_layers
 from caldera.models.loading import enable_checkpointing
 from caldera.models.ulysses import SharedSequences
 
@@ -29,16 +29,6 @@ def prepare_module(module: nn.Module, options: EngineOptions) -> None:
         compile_layers(module)
 
 
-def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of the model, in order: what is compiled, gathered and dropped whole."""
-    model = base_module(module)
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [part for part in model.modules() if type(part).__name__ in kinds]
-    if not layers:
-        raise UnsupportedError(f"{type(model).__name__} does not name its decoder layers")
-    return layers
-
-
 def compile_layers(module: nn.Module) -> None:
     """Compile each layer's forward, for training alone. All layers share the compiled code."""
     for layer in decoder_layers(module):
@@ -49,7 +39,7 @@ def _compiled_for_training(forward: Callable[..., Any]) -> Callable[..., Any]:
     compiled = torch.compile(forward, dynamic=True)
 
     def choose(*args: Any, **kwargs: Any) -> Any:
-        is_training = isinstance(kwargs.get("context"), COMPILED_CONTEXTS)
+        is_training = isinstance(kwargs.get("context"), COMPILED_CONTEXTS) and not in_exactness()
         return (compiled if is_training else forward)(*args, **kwargs)
 
     return choose

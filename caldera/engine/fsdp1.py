@@ -17,7 +17,7 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from caldera.engine.base import ENGINES, EngineOptions
-from caldera.engine.building import decoder_layers, prepare_module
+from caldera.engine.building import prepare_module
 from caldera.engine.layout import strip
 from caldera.engine.meshes import Meshes, make_meshes
 from caldera.engine.packed_model import PREFIX, PackedModel
@@ -31,7 +31,7 @@ from caldera.engine.sharded import (
 from caldera.engine.training import TrainingEngine
 from caldera.errors import ConfigError
 from caldera.models.flops import Arithmetic
-from caldera.models.forward import base_module
+from caldera.models.forward import base_module, decoder_layers
 from caldera.models.fresh import WeightSource
 
 

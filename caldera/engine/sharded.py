@@ -14,12 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from caldera.core_algos import LossScale
 from caldera.engine.base import EngineOptions
-from caldera.engine.building import decoder_layers
 from caldera.engine.layout import Layout, strip
 from caldera.engine.meshes import Meshes
 from caldera.engine.packed_model import PREFIX, PackedModel
 from caldera.models.adapters import VALUE_HEAD
-from caldera.models.forward import base_module
+from caldera.models.forward import base_module, decoder_layers
 from caldera.models.loading import DTYPES
 
 

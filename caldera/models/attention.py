@@ -18,6 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from caldera.errors import UnsupportedError
+from caldera.models.exact_mode import in_exactness
 from caldera.models.transfer import send
 
 ATTENTION = "caldera"
@@ -160,6 +161,16 @@ class PackedSequences:
         scale: float,
         window: int | None,
     ) -> Tensor:
+        if query.is_cuda and in_exactness():
+            exact: Tensor = _ExactAttention.apply(  # type: ignore[no-untyped-call]
+                self, query, key, value, scale, window
+            )
+            return exact
+        return self.attend_fast(query, key, value, scale, window)
+
+    def attend_fast(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             starts, longest = self.cu_seqlens, self.max_length
             return flash_attention(
@@ -220,3 +231,32 @@ class PackedSequences:
         cells = first + torch.minimum(column, length - 1)  # padding repeats the last token
         kept = (column < length).flatten().nonzero().flatten()
         return cells.flatten().to(device), kept.to(device), (len(group), width)
+
+
+class _ExactAttention(torch.autograd.Function):
+    """On CUDA, in an order of its own for each token; the gradient is that of the fast kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        packed: PackedSequences,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        from caldera.models.exact_cuda import attend  # Triton comes with the torch for CUDA alone
+
+        ctx.save_for_backward(query, key, value)
+        ctx.arguments = packed, scale, window
+        return attend(query, key, value, packed.position_ids[0], scale, window)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        packed, scale, window = ctx.arguments
+        with torch.enable_grad():
+            inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+            out = packed.attend_fast(*inputs, scale, window)
+            of_inputs = torch.autograd.grad(out, inputs, grads[0])
+        return None, *of_inputs, None, None

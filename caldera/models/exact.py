@@ -7,12 +7,12 @@ shape, attention in blocks of keys counted from the start of the sequence, and f
 a vector form and a scalar form in their vector form alone. What is left, additions and products of
 single numbers, is rounded the same everywhere.
 
-It holds for the forward pass, on a CPU. Gradients are those of the ordinary kernels.
+On CUDA the same is done by kernels of our own. It holds for the forward pass; gradients are those
+of the ordinary kernels.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,11 +31,12 @@ from caldera.models.exact_kernels import (
     log_softmax,
     logsumexp,
     matmul,
+    mean,
 )
+from caldera.models.exact_mode import in_exactness, set_exactness
 from caldera.models.forward import base_module
 
 _MARK = "_caldera_exact"
-_state = threading.local()
 
 
 def make_exact(module: nn.Module) -> None:
@@ -53,16 +54,12 @@ def exactness(wanted: bool = True) -> Iterator[None]:
     if not wanted or in_exactness():
         yield
         return
-    _state.active = True
+    set_exactness(True)
     try:
         with _Exact():
             yield
     finally:
-        _state.active = False
-
-
-def in_exactness() -> bool:
-    return getattr(_state, "active", False)
+        set_exactness(False)
 
 
 class _Exact(TorchFunctionMode):
@@ -95,6 +92,7 @@ _EXACT: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_forms("scaled_dot_product_attention"), attention),
     **dict.fromkeys(_forms("logsumexp"), logsumexp),
     **dict.fromkeys(_forms("log_softmax"), log_softmax),
+    **dict.fromkeys(_forms("mean"), mean),
     **{
         function: partial(_refuse, name)
         for name in ("bmm", "addmm", "baddbmm", "einsum", "conv1d")

@@ -40,6 +40,10 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def _tiled_product(values: Tensor, weight: Tensor) -> Tensor:
     """values (R, K), weight (N, K)."""
+    if values.is_cuda:
+        from caldera.models.exact_cuda import product  # Triton comes with the torch for CUDA alone
+
+        return product(values, weight)
     rows, width = values.shape
     # A copy, so that memory begins where vectors do.
     padded = values.new_zeros(-(-rows // ROWS) * ROWS, width)
@@ -76,14 +80,20 @@ def matmul(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
         raise UnsupportedError(
             "rollout.native.exact=True: this model multiplies matrices other than by weights"
         )
-    product = linear(left, right.t())
-    return product if out is None else out.copy_(product)
+    if out is not None and out.is_cuda:
+        from caldera.models.exact_cuda import product
+
+        return product(left, right.t(), out)
+    found = linear(left, right.t())
+    return found if out is None else out.copy_(found)
 
 
 # ---- functions of single numbers
 
 
 def in_blocks(function: Callable[..., Tensor], values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if values.is_cuda:  # where there is one form only
+        return function(values, *args, **kwargs)
     kwargs.pop("inplace", None)
     result: Tensor = _InBlocks.apply(  # type: ignore[no-untyped-call]
         values, lambda part: function(part, *args, **kwargs)
@@ -113,12 +123,42 @@ class _InBlocks(torch.autograd.Function):
         return of_values, None
 
 
+# ---- means
+
+
+def mean(values: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
+    """That of the last dimension is taken row by row; others are not those of a model's layers."""
+    is_last = dim in (-1, (-1,), [-1], values.dim() - 1)
+    if not (values.is_cuda and is_last and not kwargs):
+        return torch.mean(
+            values, **({} if dim is None else {"dim": dim, "keepdim": keepdim}), **kwargs
+        )
+    means: Tensor = _Mean.apply(values)  # type: ignore[no-untyped-call]
+    return means.unsqueeze(-1) if keepdim else means
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        from caldera.models.exact_cuda import row_means
+
+        ctx.shape = values.shape
+        return row_means(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        shared: Tensor = grads[0] / ctx.shape[-1]
+        return shared.unsqueeze(-1).expand(ctx.shape)
+
+
 # ---- over the vocabulary
 
 
 def logsumexp(values: Tensor, dim: int, *, out: Tensor | None = None) -> Tensor:
     """Of each row of values (..., V), along the last dimension."""
     assert dim in (-1, values.dim() - 1), "only rows are summed up"
+    if values.is_cuda:  # only to choose tokens: log-probs are the head's, which are exact there
+        return torch.logsumexp(values, dim, out=out) if out is not None else values.logsumexp(dim)
     largest = values.amax(-1, keepdim=True)
     shares = in_blocks(torch.exp, values - largest)
     shares = F.pad(shares, (0, -shares.shape[-1] % SUMMED))

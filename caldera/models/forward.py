@@ -34,6 +34,16 @@ def without_adapter(module: nn.Module) -> AbstractContextManager[None]:
     return cast(AbstractContextManager[None], disable_adapter())
 
 
+def decoder_layers(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of the model, in order: what is compiled, gathered and dropped whole."""
+    model = base_module(module)
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [part for part in model.modules() if type(part).__name__ in kinds]
+    if not layers:
+        raise UnsupportedError(f"{type(model).__name__} does not name its decoder layers")
+    return layers
+
+
 def hidden_states(
     module: nn.Module, input_ids: Tensor, position_ids: Tensor, context: AttentionContext
 ) -> Tensor:

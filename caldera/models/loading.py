@@ -23,7 +23,8 @@ from transformers.utils import logging as transformers_logging
 from caldera.config import ModelConfig
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.models.adapters import VALUE_HEAD, merged_weights, plain_name, with_adapter
-from caldera.models.exact import exactness, in_exactness
+from caldera.models.exact import exactness
+from caldera.models.exact_mode import in_exactness
 from caldera.models.forward import base_module
 from caldera.models.fresh import WeightSource, fill
 from caldera.models.liger import apply_liger

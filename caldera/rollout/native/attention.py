@@ -14,12 +14,14 @@ from caldera.models.attention import (
     PackedSequences,
     flash_attention,
 )
+from caldera.models.exact_mode import in_exactness
+from caldera.models.transfer import send
 from caldera.rollout.native.blocks import PAGE_SIZE, IntArray
 from caldera.rollout.native.cache import KVCache
 
 
 def to_device(array: NDArray[np.integer], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)
+    return send(torch.from_numpy(array), device)
 
 
 class PagedPrefill:
@@ -154,6 +156,8 @@ class PagedChunks:
         number = layer.layer_idx
         self._cache.write(number, self._slots, key, value)
         keys, values = self._cache.keys[number], self._cache.values[number]
+        if query.is_cuda and in_exactness():
+            return self._attend_exactly(query, keys, values, scale, window)
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             if self._packed is None:
                 self._packed = _PackedKeys(self._tables, self._ends, self._device, self._counts)
@@ -168,6 +172,20 @@ class PagedChunks:
         for part in self._rectangles:
             part.attend(query, keys, values, scale, window, out)
         return out
+
+    def _attend_exactly(
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        from caldera.models.exact_cuda import attend  # Triton comes with the torch for CUDA alone
+
+        begins = np.cumsum(self._counts) - self._counts - (self._ends - self._counts)
+        positions = np.arange(self._counts.sum()) - np.repeat(begins, self._counts)
+        rows = np.repeat(np.arange(len(self._counts)), self._counts)
+        pointers = np.array([keys.data_ptr(), values.data_ptr()])
+        told, tables, rows_of, where = (
+            to_device(array, self._device) for array in (pointers, self._tables, rows, positions)
+        )
+        return attend(query, keys, None, where, scale, window, (told, tables, rows_of, PAGE_SIZE))
 
 
 def plan_chunks(counts: IntArray, ends: IntArray) -> list[IntArray]:

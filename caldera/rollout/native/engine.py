@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,8 +27,10 @@ from caldera.rollout.base import (
     RolloutPart,
     StepwiseRollout,
 )
+from caldera.rollout.native.attention import to_device
 from caldera.rollout.native.blocks import PAGE_SIZE, BlockManager, IntArray, pages_for
 from caldera.rollout.native.cache import CacheShape, KVCache, affordable_pages
+from caldera.rollout.native.flights import Flight
 from caldera.rollout.native.runner import Runner
 from caldera.rollout.native.running import Running, Sequence
 from caldera.rollout.native.sampler import sample
@@ -55,14 +58,25 @@ class NativeRollout(StepwiseRollout):
         super().__init__(config, module, device)
         self._dtype = sampling_dtype(module, config.dtype, device)
         self._cache_shape = CacheShape.of(base_module(module).config, self._dtype)
-        self._runner = Runner(module, device)
+        self._in_flight = 0
+        """Steps whose tokens need not be known before the next one is begun."""
         if config.native.exact:
             self._check_exact()
             make_exact(module)
+        self._runner = self._make_runner()
         self._awake = True
         self._raw_log_probs = config.logprobs_mode == "raw_logprobs"
         self._numbers = itertools.count()
         self._reset()
+
+    def _make_runner(self) -> Runner:
+        config, device = self.config, self.device
+        if device.type != "cuda" or config.enforce_eager:
+            return Runner(self.module, device, config.max_num_seqs)
+        from caldera.rollout.native.cuda import CudaRunner
+
+        self._in_flight = 1
+        return CudaRunner(self.module, device, config, self._cache_shape)
 
     def _reset(self) -> None:
         """Forget every request and everything that was computed."""
@@ -76,6 +90,8 @@ class NativeRollout(StepwiseRollout):
         )  # fmt: skip
         self._scheduler.version = self.version
         self._present: dict[int, Sequence] = {}
+        self._demanding: set[int] = set()  # those that want all tokens known before each step
+        self._flights: deque[Flight] = deque()
         self._newcomers = False
         self._stale = False
 
@@ -99,6 +115,7 @@ class NativeRollout(StepwiseRollout):
     def sleep(self) -> None:
         """Free the cache. Requests in flight keep what was sampled for them."""
         self._awake = False
+        self._land_all()
         self._drop_cache()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -145,9 +162,11 @@ class NativeRollout(StepwiseRollout):
         return sequence.number
 
     def abort(self, number: int) -> Completion | None:
+        self._land_all()
         sequence = self._present.pop(number, None)
         if sequence is None:
             return None
+        self._demanding.discard(number)
         self._scheduler.remove(sequence)
         sequence.finish_reason = "abort"
         return self._completion(sequence)
@@ -159,46 +178,75 @@ class NativeRollout(StepwiseRollout):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        precision = sampling_precision(self.module, self._dtype, self.device)
-        with self.sampling_mode(), precision, exactness(self.config.native.exact):
+        with self.sampling_mode(), self._precision(), exactness(self.config.native.exact):
+            self._runner.prepare(self._weights_changed)
             try:
                 yield
+                self._land_all()
             except BaseException:  # whatever it was, a step may have been left half done
                 self._reset()
                 raise
 
+    @property
+    def _weights_changed(self) -> bool:
+        return self._stale or self.version != self._scheduler.version
+
     def step(self) -> None:
         if not self._awake:
             raise RolloutError("the sampler sleeps: wake it up before generating")
-        if self._stale or self.version != self._scheduler.version:
+        if self._weights_changed:
+            self._land_all()
             self._scheduler.restart()
             self._scheduler.version = self.version
             self._stale = False
         cache = self._reserve_cache()
-        step = self._scheduler.schedule()
-        output = self._runner.run(step, cache)
-        if isinstance(step, Prefill):
-            self._note_prompts(step, output.hidden)
-        self._take(step, output.logits)
+        if not self._scheduler.can_go_on:
+            self._land_all()
+        if not self._present:
+            return
+        self._flights.append(self._launch(self._scheduler.schedule(), cache))
+        while len(self._flights) > (0 if self._demanding else self._in_flight):
+            self._land(self._flights.popleft())
 
-    def _take(self, step: Step, logits: Tensor) -> None:
-        """Sample for the rows of a step, and tell who is to be told."""
+    def _launch(self, step: Step, cache: KVCache) -> Flight:
+        """Run a step and choose its tokens, perhaps without waiting for them."""
         running, rows = self._running, step.rows
         parameters, penalties = running.sampling(rows), running.penalties(rows)
-        sampled = sample(logits, parameters, self._raw_log_probs, penalties)
-        tokens, log_probs = _to_host(sampled.tokens, sampled.log_probs)
-        if running.ranked[rows].any():
-            self._note_ranks(rows, sampled.all_log_probs)
-        listened = np.flatnonzero(running.listened[rows]).tolist()
+        is_plain = not (self._demanding or parameters.has_filters)
+        output = self._runner.run(step, cache, parameters if is_plain else None)
+        if isinstance(step, Prefill) and output.hidden is not None:
+            self._note_prompts(step, output.hidden)
+        told = output.told
+        if told is None:
+            sampled = sample(output.logits.float(), parameters, self._raw_log_probs, penalties)
+            told = sampled.told()
+            self._runner.newest.index_copy_(0, to_device(rows, self.device), sampled.tokens)
+            if running.ranked[rows].any():
+                self._note_ranks(rows, sampled.all_log_probs)
+        told = self._runner.retell(output.logits, told, parameters)
+        numbers = running.number[rows]
+        return Flight(step, running.expect(rows), numbers, told)
+
+    def _land(self, flight: Flight) -> None:
+        """Wait for the tokens of a step, and tell who is to be told."""
+        running, rows = self._running, flight.step.rows
+        tokens, log_probs = flight.land()
+        alive = running.number[rows] == flight.numbers
+        listened = np.flatnonzero(running.listened[rows] & alive).tolist()
         heard = [(index, running.at(rows[index])) for index in listened]
-        finished = self._scheduler.update(step, tokens, log_probs)
+        finished = self._scheduler.update(flight.step, flight.positions, alive, tokens, log_probs)
         for index, sequence in heard:
             assert sequence.on_token is not None, "someone listens"
             sequence.on_token(sequence.number, int(tokens[index]), float(log_probs[index]))
         for sequence in finished:
             del self._present[sequence.number]
+            self._demanding.discard(sequence.number)
             if sequence.on_finished is not None:
                 sequence.on_finished(sequence.number, self._completion(sequence))
+
+    def _land_all(self) -> None:
+        while self._flights:
+            self._land(self._flights.popleft())
 
     def _note_ranks(self, rows: IntArray, log_probs: Tensor) -> None:
         """Keep the most likely tokens of the rows that ask for them; log_probs (B, V)."""
@@ -240,6 +288,7 @@ class NativeRollout(StepwiseRollout):
 
     def _take_in(self, sequences: list[Sequence]) -> None:
         self._present.update((sequence.number, sequence) for sequence in sequences)
+        self._demanding.update(each.number for each in sequences if each.is_demanding)
         self._scheduler.add(sequences)
         self._newcomers = True
 
@@ -252,16 +301,21 @@ class NativeRollout(StepwiseRollout):
             sequence.prompt_log_probs if params.prompt_logprobs else None,
         )  # fmt: skip
 
+    def _precision(self) -> AbstractContextManager[object]:
+        if self._in_flight:  # the runner's weights have the precision
+            return nullcontext()
+        return sampling_precision(self.module, self._dtype, self.device)
+
     # ---- the cache
 
     def _check_exact(self) -> None:
         key = "actor_rollout_ref.rollout.native.exact=True"
-        if self.device.type != "cpu":
-            raise UnsupportedError(f"{key} on {self.device.type}: it has no kernels there yet")
-        if not isinstance(sampling_precision(self.module, self._dtype, self.device), nullcontext):
+        if self.device.type == "cuda" and self.config.enforce_eager:
+            raise UnsupportedError(f"{key}: on CUDA it needs rollout.enforce_eager=False")
+        if not isinstance(self._precision(), nullcontext):
             raise UnsupportedError(
-                f"{key} with actor_rollout_ref.rollout.dtype={self.config.dtype}: takes null, or "
-                "the dtype of the parameters"
+                f"{key} with actor_rollout_ref.rollout.dtype={self.config.dtype} (null is bfloat16 "
+                "on CUDA): takes the dtype of the parameters, actor.fsdp_config.model_dtype"
             )
 
     def _check(self, requests: Many[Request]) -> None:
@@ -316,15 +370,3 @@ class NativeRollout(StepwiseRollout):
         self._scheduler.restart()
         self._blocks.drop()
         self._cache = None
-
-
-def _to_host(
-    tokens: Tensor, log_probs: Tensor
-) -> tuple[
-    np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.float32]]
-]:
-    """Both in one transfer: float64 holds every token id exactly."""
-    if tokens.device.type == "cpu":
-        return tokens.numpy(), log_probs.numpy()
-    both = torch.stack([tokens.double(), log_probs.double()]).cpu().numpy()
-    return both[0].astype(np.int64), both[1].astype(np.float32)

@@ -8,32 +8,47 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from caldera.models.forward import hidden_states, language_head, language_logits
+from caldera.models.forward import language_head, language_logits
 from caldera.models.head import head_outputs
 from caldera.rollout.native.attention import PagedChunks, PagedDecode, PagedPrefill, to_device
 from caldera.rollout.native.blocks import IntArray
 from caldera.rollout.native.cache import KVCache
+from caldera.rollout.native.sampler import SamplingRows
 from caldera.rollout.native.steps import Chunks, Decode, Prefill, Step
+from caldera.rollout.native.trunk import Trunk, attending, plain_trunk
 
 
 class Output(NamedTuple):
-    logits: Tensor  # (B, V) of each row of the step, float32
-    hidden: Tensor  # (T, H) of each token of the step
+    logits: Tensor  # (B, V) of each row of the step
+    hidden: Tensor | None  # (T, H) of each token of the step, if it was a prefill
+    told: Tensor | None = None  # (2, B) tokens and log-probs, where they are chosen already
 
 
 class Runner:
     """Logits of each row's last token."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, rows: int) -> None:
+        """`rows` sequences run at a time."""
         self._module = module
         self._device = device
+        self._trunk: Trunk = plain_trunk(module)
+        self.newest = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        """Each row's newest token."""
 
-    def run(self, step: Step, cache: KVCache) -> Output:
+    def prepare(self, weights_changed: bool) -> None:
+        """To be called before the steps that follow, in which the weights do not change."""
+
+    def run(self, step: Step, cache: KVCache, sampling: SamplingRows | None) -> Output:
+        """`sampling`: how tokens may be chosen here, if the device can do that alone."""
         if isinstance(step, Decode):
-            return self._decode(step, cache)
-        return self._prefill(step, cache)
+            return self._decode(step, cache, sampling)
+        return self._prefill(step, cache, sampling)
 
-    def _prefill(self, step: Prefill, cache: KVCache) -> Output:
+    def retell(self, logits: Tensor, told: Tensor, sampling: SamplingRows) -> Tensor:
+        """What was chosen for rows of logits, (2, B), with the log-probs that the trainer finds."""
+        return told
+
+    def _prefill(self, step: Prefill, cache: KVCache, sampling: SamplingRows | None) -> Output:
         hidden = self._packed(step, cache)  # (T, H)
         if len(step.page_copies):
             sources, targets = to_device(step.page_copies.T.copy(), self._device)
@@ -41,7 +56,7 @@ class Runner:
         ends = np.cumsum(step.lengths) - 1
         runs, places = np.unique(step.leaders, return_inverse=True)
         last = to_device(ends[runs], self._device)
-        logits = language_logits(self._module, hidden.index_select(0, last))
+        logits = self._logits(hidden.index_select(0, last))
         if len(step.rows) > len(runs):
             logits = logits.index_select(0, to_device(places, self._device))
         return Output(logits, hidden)
@@ -53,19 +68,31 @@ class Runner:
         found: list[float] = told["log_probs"].tolist()
         return found
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return language_logits(self._module, hidden)
+
     def _packed(self, step: Prefill, cache: KVCache) -> Tensor:
-        tokens = to_device(step.token_ids, self._device)[None]
+        tokens = self._tokens(step.token_ids, np.repeat(step.run, step.lengths))
         if isinstance(step, Chunks):
             counts = np.array(step.lengths)
             chunks = PagedChunks(cache, step.tables, counts, step.ends, step.slots, self._device)
-            positions = to_device(step.positions, self._device)[None]
-            return hidden_states(self._module, tokens, positions, chunks)
+            with attending(chunks):
+                return self._trunk(tokens, to_device(step.positions, self._device)[None])
         prefill = PagedPrefill(cache, step.lengths, step.slots, self._device)
-        return hidden_states(self._module, tokens, prefill.packed.position_ids, prefill)
+        with attending(prefill):
+            return self._trunk(tokens, prefill.packed.position_ids)
 
-    def _decode(self, step: Decode, cache: KVCache) -> Output:
+    def _tokens(self, known: IntArray, rows: IntArray) -> Tensor:
+        """Tokens (1, T) of rows (T,). One that is still being sampled is the row's newest."""
+        tokens = to_device(known, self._device)
+        if (known < 0).any():
+            newest = self.newest.index_select(0, to_device(rows, self._device))
+            tokens = torch.where(tokens < 0, newest, tokens)
+        return tokens[None]
+
+    def _decode(self, step: Decode, cache: KVCache, sampling: SamplingRows | None) -> Output:
         context = PagedDecode(cache, step.tables, step.lengths, step.slots, self._device)
-        tokens = to_device(step.token_ids, self._device)[None]
-        positions = to_device(step.lengths - 1, self._device)[None]
-        hidden = hidden_states(self._module, tokens, positions, context)
-        return Output(language_logits(self._module, hidden), hidden)
+        tokens = self._tokens(step.token_ids, step.rows)
+        with attending(context):
+            hidden = self._trunk(tokens, to_device(step.lengths - 1, self._device)[None])
+        return Output(self._logits(hidden), None)

@@ -15,6 +15,7 @@ from caldera.rollout.stops import completes_a_stop, window_of
 
 NO_TOKEN = -1
 NO_ROW = -1
+NO_SEQUENCE = -1
 
 
 @dataclass(eq=False)  # one is never another, whatever they hold
@@ -44,6 +45,12 @@ class Sequence:
     def lacks_prompt_log_probs(self) -> bool:
         wanted = self.request.params.prompt_logprobs
         return wanted and len(self.prompt_log_probs) < len(self.prompt) - 1
+
+    @property
+    def is_demanding(self) -> bool:
+        """Whether all that was sampled must be known before its next token is chosen."""
+        params = self.request.params
+        return params.has_penalties or params.prompt_logprobs or params.logprobs > 0
 
     def prefill_ids(self) -> IntArray:
         return np.concatenate([self.prompt, np.array(self.token_ids, dtype=np.int64)])
@@ -78,6 +85,7 @@ class Running:
         self.max_pages: IntArray = _zeros(size, np.int64)  # of the longest it may get
         self.listened: NDArray[np.bool_] = _zeros(size, np.bool_)  # someone is told of each token
         self.ranked: IntArray = _zeros(size, np.int64)  # most likely tokens to tell of with each
+        self.number: IntArray = np.full(size, NO_SEQUENCE)  # of the sequence in each row
         self._sequences: list[Sequence | None] = [None] * size
         self._free = list(range(size - 1, -1, -1))
         self._admitted = _zeros(size, np.int64)  # tokens that were known when it got its row
@@ -107,6 +115,7 @@ class Running:
         row = sequence.row = self._free.pop()
         params = sequence.request.params
         self._sequences[row] = sequence
+        self.number[row] = sequence.number
         self.order = np.append(self.order, row)
         length = sequence.prefill_length
         self._make_room(sequence)
@@ -177,23 +186,40 @@ class Running:
             lengths=lengths,
         )
 
-    def record(
-        self, rows: IntArray, tokens: IntArray, log_probs: NDArray[np.float32]
-    ) -> tuple[IntArray, IntArray]:
-        """Note the token sampled for each row; returns the rows that stopped and that are full."""
-        position = self.length[rows]
-        self._tokens[rows, position] = tokens
-        self._log_probs[rows, position - self._prompt[rows]] = log_probs
+    def expect(self, rows: IntArray) -> IntArray:
+        """A token is being sampled for each row; returns the positions it will have."""
+        positions = self.length[rows]
+        self._tokens[rows, positions] = NO_TOKEN
         self.length[rows] += 1
+        return positions
+
+    def record(
+        self,
+        rows: IntArray,
+        positions: IntArray,
+        tokens: IntArray,
+        log_probs: NDArray[np.float32],
+    ) -> tuple[IntArray, IntArray]:
+        """Note what was sampled for each row; returns the rows that stopped and that are full.
+
+        A row that stopped forgets what is being sampled for it behind that.
+        """
+        self._tokens[rows, positions] = tokens
+        self._log_probs[rows, positions - self._prompt[rows]] = log_probs
         stopped = (self._stops[rows] == tokens[:, None]).any(axis=1)
         for place in np.flatnonzero(self._has_stops[rows] & ~stopped):
-            stopped[place] = self._completes_a_stop(int(rows[place]))
-        full = ~stopped & (self.length[rows] == self._max_length[rows])
+            stopped[place] = self._completes_a_stop(int(rows[place]), int(positions[place]) + 1)
+        self.length[rows[stopped]] = positions[stopped] + 1
+        full = ~stopped & (positions + 1 == self._max_length[rows])
         return rows[stopped], rows[full]
 
-    def _completes_a_stop(self, row: int) -> bool:
+    def may_grow(self, rows: IntArray) -> NDArray[np.bool_]:
+        """Which rows have not got, or are not getting, their last token."""
+        return self.length[rows] < self._max_length[rows]
+
+    def _completes_a_stop(self, row: int, end: int) -> bool:
         sequence = self.at(row)
-        stops, end = sequence.request.params.stop, self.length[row]
+        stops = sequence.request.params.stop
         start = max(self._prompt[row], end - window_of(stops))
         assert sequence.decode is not None, "stop strings were checked"
         return completes_a_stop(self._tokens[row, start:end].tolist(), stops, sequence.decode)
@@ -209,6 +235,7 @@ class Running:
             sequence.take_in(self._tokens[row, start:end].tolist(), log_probs.tolist(), version)
             sequence.row = NO_ROW
             self._sequences[row] = None
+            self.number[row] = NO_SEQUENCE
             self._free.append(row)
             released.append(sequence)
         return released

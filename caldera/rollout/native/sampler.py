@@ -27,6 +27,12 @@ class SamplingRows:
     generated: IntArray
     """Tokens that the row's request has already."""
 
+    @property
+    def has_filters(self) -> bool:
+        """Whether some tokens cannot be drawn in some row."""
+        kept_all = (self.top_k < 1) & (self.top_p >= 1) & (self.min_p <= 0)
+        return not bool((kept_all | (self.temperature == 0)).all())
+
 
 @dataclass(frozen=True)
 class Penalties:
@@ -45,6 +51,11 @@ class Sampled(NamedTuple):
     tokens: Tensor  # (B,)
     log_probs: Tensor  # (B,)
     all_log_probs: Tensor  # (B, V)
+
+    def told(self) -> Tensor:
+        """Tokens as int32 and log-probs as float32 in the same bits, (2, B)."""
+        log_probs = self.log_probs.float().view(torch.int32)
+        return torch.stack([self.tokens.to(torch.int32), log_probs])
 
 
 def uniforms(seed: NDArray[np.uint64], counter: IntArray) -> NDArray[np.float64]:

@@ -110,20 +110,43 @@ class Scheduler:
         return self._decode()
 
     def update(
-        self, step: Step, tokens: IntArray, log_probs: NDArray[np.float32]
+        self,
+        step: Step,
+        positions: IntArray,
+        alive: NDArray[np.bool_],
+        tokens: IntArray,
+        log_probs: NDArray[np.float32],
     ) -> list[Sequence]:
-        """Take in the tokens sampled for a step's rows; returns the sequences that are finished."""
+        """Take in the tokens sampled for a step's rows; returns the sequences that are finished.
+
+        `positions` is where the tokens belong. Rows that are not `alive` have another sequence by
+        now, or none.
+        """
+        rows = step.rows[alive]
+        recorded = self._running.record(rows, positions[alive], tokens[alive], log_probs[alive])
         if self._prefixes and isinstance(step, Prefill):
-            for row in step.prefilled.tolist():
+            for row in np.setdiff1d(step.prefilled, step.rows[~alive]).tolist():
                 self._keep(row)
-        stopped, full = self._running.record(step.rows, tokens, log_probs)
         finished = []
         reasons: tuple[FinishReason, FinishReason] = ("stop", "length")
-        for rows, reason in zip((stopped, full), reasons, strict=True):
-            for sequence in self._release(rows) if len(rows) else ():
+        for ended, reason in zip(recorded, reasons, strict=True):
+            for sequence in self._release(ended) if len(ended) else ():
                 sequence.finish_reason = reason
                 finished.append(sequence)
         return finished
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether there is something to run, and nobody need be evicted for it.
+
+        Who waits does not count: admission is for when all that was sampled is known.
+        """
+        running, order = self._running, self._running.order
+        lacking = running.length[order] - running.cached[order]
+        growing = running.may_grow(order)
+        ready = order[(lacking == 1) & growing]
+        wanting = (self._blocks.owned[ready] * PAGE_SIZE == running.cached[ready]).sum()
+        return bool((lacking[growing] > 0).any() and wanting <= self._blocks.free_pages)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, with all that was sampled for it."""
@@ -237,6 +260,7 @@ class Scheduler:
             run=rows,
             leaders=np.concatenate([np.arange(len(decoded)), leaders]),
             page_copies=np.array(plan.copies, dtype=np.int64).reshape(-1, 2),
+            tables_of_rows=blocks.tables[decoded + plan.sampled],
         )
         lengths = running.cached[rows]
         if not starts.any() and (lengths == running.length[rows]).all():
@@ -249,7 +273,7 @@ class Scheduler:
         running, blocks = self._running, self._blocks
         while True:
             lacking = running.length[running.order] - running.cached[running.order]
-            rows: IntArray = running.order[lacking == 1]
+            rows: IntArray = running.order[(lacking == 1) & running.may_grow(running.order)]
             wanting = rows[blocks.owned[rows] * PAGE_SIZE == running.cached[rows]]
             if len(wanting) <= blocks.free_pages:
                 blocks.append(wanting)

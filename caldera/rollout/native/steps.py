@@ -20,6 +20,7 @@ class Prefill:
     run: IntArray  # (S,) their rows
     leaders: IntArray  # (B,) which of these was run for each row
     page_copies: IntArray  # (C, 2) pages to copy afterwards, as (source, target)
+    tables_of_rows: IntArray  # (B, pages of the longest)
 
     @property
     def prefilled(self) -> IntArray:

@@ -1,0 +1,131 @@
+"""Running steps on CUDA without waiting for them: compiled, recorded, sampled on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from caldera.config import RolloutConfig
+from caldera.models.forward import language_head
+from caldera.rollout.native.attention import to_device
+from caldera.rollout.native.blocks import IntArray
+from caldera.rollout.native.cache import CacheShape, KVCache
+from caldera.rollout.native.graphs import (
+    Chosen,
+    DecodeGraphs,
+    DeviceState,
+    RecordedDecode,
+    ladder,
+    step_inputs,
+)
+from caldera.rollout.native.runner import Output, Runner
+from caldera.rollout.native.sampler import SamplingRows, uniforms
+from caldera.rollout.native.steps import Decode, Prefill
+from caldera.rollout.native.trunk import attending, compiled_trunk, plain_trunk
+from caldera.rollout.native.twin import Twin
+
+
+class CudaRunner(Runner):
+    """The module's twin, compiled; decode steps are replayed from recordings.
+
+    In exact mode nothing is compiled, for fused operations round differently.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, config: RolloutConfig, shape: CacheShape
+    ) -> None:
+        super().__init__(module, device, config.max_num_seqs)
+        self._source = module
+        self._dtype = shape.dtype
+        self._raw = config.logprobs_mode == "raw_logprobs"
+        longest = config.max_model_len or config.prompt_length + config.response_length
+        self._state = DeviceState(config.max_num_seqs, longest, shape.layers, device)
+        self.newest = self._state.newest
+        sizes = config.cudagraph_capture_sizes or ladder(config.max_num_seqs)
+        self._sizes = sorted({*sizes, config.max_num_seqs})
+        self._is_exact = config.native.exact
+        self._twin: Twin | None = None
+
+    def prepare(self, weights_changed: bool) -> None:
+        if self._twin is None or self._twin.has_moved:
+            self._twin = None  # before the next one needs the memory
+            self._twin = Twin(self._source, self._dtype)
+            self._module = self._twin.module
+            make_trunk = plain_trunk if self._is_exact else compiled_trunk
+            self._trunk = make_trunk(self._module)
+            self._graphs = DecodeGraphs(self._run_decode, self._sizes, self._state)
+        elif weights_changed:
+            self._twin.refresh()
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        head = language_head(self._module)
+        # As the trainer lays them out: a row begins at a multiple of 16 elements.
+        logits = hidden.new_empty(len(hidden), -(-len(head) // 16) * 16)[:, : len(head)]
+        return torch.mm(hidden, head.t(), out=logits)
+
+    def retell(self, logits: Tensor, told: Tensor, sampling: SamplingRows) -> Tensor:
+        if not self._is_exact:
+            return told
+        from caldera.models.triton_head import rows_forward
+
+        tokens, exact = told[0].long(), torch.empty_like(told)
+        exact[0] = told[0]
+        for temperature in np.unique(sampling.temperature).tolist():
+            places = np.flatnonzero(sampling.temperature == temperature)
+            chosen = slice(None) if len(places) == len(tokens) else to_device(places, self._device)
+            divisor = 1.0 if self._raw or temperature == 0 else temperature
+            log_probs = torch.empty(len(places), device=self._device)
+            normaliser = torch.empty_like(log_probs)
+            rows_forward(logits[chosen], tokens[chosen], divisor, log_probs, normaliser, None, None)
+            exact[1, chosen] = log_probs.view(torch.int32)
+        return exact
+
+    def _prefill(self, step: Prefill, cache: KVCache, sampling: SamplingRows | None) -> Output:
+        from caldera.rollout.native.kernels import choose
+
+        output = super()._prefill(step, cache, sampling)
+        self._enter_tables(step)
+        if sampling is None:
+            return output
+        places = np.zeros_like(step.rows)  # any but -1: they are no gaps
+        drawn = uniforms(sampling.seed, sampling.generated)
+        inputs = step_inputs(step.rows, places, places, drawn, sampling.temperature)
+        told = to_device(inputs, self._device)
+        return output._replace(told=choose(output.logits, told, self.newest, self._raw))
+
+    def _enter_tables(self, step: Prefill) -> None:
+        """Let the steps that follow find the pages of the rows that are sampled for."""
+        state = self._state
+        tables = step.tables_of_rows[:, : state.tables.shape[1]].astype(np.int32)
+        rows, pages = to_device(step.rows, self._device), to_device(tables, self._device)
+        state.tables[:, : tables.shape[1]].index_copy_(0, rows, pages)
+
+    def _decode(self, step: Decode, cache: KVCache, sampling: SamplingRows | None) -> Output:
+        self._state.find(cache)
+        self._enter_known(step.rows, step.token_ids)
+        drawn = np.zeros(len(step.rows))
+        temperature = np.zeros(len(step.rows), dtype=np.float32)
+        if sampling is not None:
+            drawn = uniforms(sampling.seed, sampling.generated)
+            temperature = sampling.temperature
+        inputs = step_inputs(step.rows, step.lengths - 1, step.slots, drawn, temperature)
+        chosen = self._graphs.run(inputs)
+        return Output(chosen.logits, None, chosen.told if sampling is not None else None)
+
+    def _enter_known(self, rows: IntArray, tokens: IntArray) -> None:
+        """Tokens that nothing was sampled on the device for, as at the end of a prompt."""
+        known = tokens >= 0
+        if known.any():
+            places = to_device(rows[known], self._device)
+            self.newest.index_copy_(0, places, to_device(tokens[known], self._device))
+
+    def _run_decode(self, inputs: Tensor) -> Chosen:
+        from caldera.rollout.native.kernels import begin_step, choose
+
+        state = self._state
+        tokens, positions = begin_step(inputs, state.newest, state.tables)
+        with attending(RecordedDecode(state, inputs)):
+            hidden = self._trunk(tokens, positions)
+        logits = self._logits(hidden)
+        return Chosen(logits, choose(logits, inputs, state.newest, self._raw))

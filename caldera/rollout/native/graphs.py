@@ -1,0 +1,149 @@
+"""Decode steps on CUDA: recorded once for each of some sizes, then replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from caldera.models.attention import AttentionLayer
+from caldera.models.exact_mode import in_exactness
+from caldera.rollout.native.blocks import PAGE_SIZE, pages_for
+from caldera.rollout.native.cache import KVCache
+
+INPUTS = 5
+"""Rows, positions, pages, random numbers, temperatures: what a step is told of each place."""
+
+
+class Chosen(NamedTuple):
+    logits: Tensor  # (B, V)
+    told: Tensor  # (2, B) tokens, and log-probs in the same bits
+
+
+class DeviceState:
+    """What lies on the device between steps, where recorded steps look for it."""
+
+    def __init__(self, rows: int, longest: int, layers: int, device: torch.device) -> None:
+        """`rows` sequences run at a time, each of at most so many tokens."""
+        self.spare_row = rows
+        """Of places that no sequence needs."""
+        self.newest = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        width = pages_for(longest)
+        self.tables = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
+        self.pointers = torch.zeros(layers, 2, dtype=torch.int64, device=device)
+        self._addresses: list[tuple[int, int]] = []
+
+    def find(self, cache: KVCache) -> None:
+        """Note where the pages of each layer begin."""
+        pairs = zip(cache.keys, cache.values, strict=True)
+        addresses = [(keys.data_ptr(), values.data_ptr()) for keys, values in pairs]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self.pointers.copy_(torch.tensor(addresses).pin_memory(), non_blocking=True)
+
+
+class RecordedDecode:
+    """Attention of one new token a place, for recording: everything is read from memory."""
+
+    def __init__(self, state: DeviceState, inputs: Tensor) -> None:
+        self._state = state
+        self._inputs = inputs  # (5, B)
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        from caldera.rollout.native.kernels import attend_pages, keep
+
+        inputs, tables = self._inputs, self._state.tables
+        pointers = self._state.pointers[layer.layer_idx]
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        if not in_exactness():
+            return attend_pages(query, key, value, pointers, inputs, tables, scale, window)
+        from caldera.models.exact_cuda import attend
+
+        keep(key, value, pointers, inputs, tables)
+        paged = (pointers, tables, inputs[0], PAGE_SIZE)
+        return attend(query, key, None, inputs[1], scale, window, paged)
+
+
+class DecodeGraphs:
+    """Replays `body`, which runs a step of the inputs (5, B) that it is given."""
+
+    def __init__(
+        self, body: Callable[[Tensor], Chosen], sizes: Sequence[int], state: DeviceState
+    ) -> None:
+        self._body = body
+        self._sizes = sorted(sizes)
+        self._state = state
+        self._inputs = state.tables.new_zeros(INPUTS * self._sizes[-1])
+        self._recorded: dict[int, tuple[torch.cuda.CUDAGraph, Chosen]] = {}
+        self._pool: Any = None  # memory that the recordings share
+
+    def run(self, inputs: NDArray[np.int32]) -> Chosen:
+        """A step of the inputs (5, B); what it returns lasts until the next."""
+        count = inputs.shape[1]
+        size = next(size for size in self._sizes if size >= count)
+        if size not in self._recorded:
+            self._recorded[size] = self._record(size)
+        graph, chosen = self._recorded[size]
+        self._tell(inputs, size)
+        graph.replay()
+        return Chosen(chosen.logits[:count], chosen.told[:, :count])
+
+    def _tell(self, inputs: NDArray[np.int32], size: int) -> Tensor:
+        """Lay the inputs, and places that change nothing behind them, where the graph reads."""
+        padded = np.zeros((INPUTS, size), dtype=np.int32)
+        padded[0], padded[1] = self._state.spare_row, -1
+        padded[:, : inputs.shape[1]] = inputs
+        place = self._inputs[: INPUTS * size]
+        place.copy_(torch.from_numpy(padded).pin_memory().view(-1), non_blocking=True)
+        return place.view(INPUTS, size)
+
+    def _record(self, size: int) -> tuple[torch.cuda.CUDAGraph, Chosen]:
+        inputs = self._tell(np.zeros((INPUTS, 0), dtype=np.int32), size)
+        self._body(inputs)  # what is made when it first runs must not be recorded
+        torch.cuda.synchronize(inputs.device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may be busy with other things on the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            chosen = self._body(inputs)
+        self._pool = graph.pool()
+        return graph, chosen
+
+
+def ladder(largest: int) -> list[int]:
+    """Sizes to record steps of: each not much larger than the one before."""
+    sizes = [8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]
+    step = 64
+    while sizes[-1] < largest:
+        if sizes[-1] >= 8 * step:
+            step *= 2
+        sizes.append(sizes[-1] + step)
+    return [size for size in sizes if size < largest] + [largest]
+
+
+def step_inputs(
+    rows: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    uniform: NDArray[np.float64],
+    temperature: NDArray[np.float32],
+) -> NDArray[np.int32]:
+    """What a step is told, (5, B)."""
+    told = np.empty((INPUTS, len(rows)), dtype=np.int32)
+    told[0], told[1], told[2] = rows, positions, slots // PAGE_SIZE
+    told[3] = uniform.astype(np.float32).view(np.int32)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(temperature == 0, np.float32(0), np.float32(1) / temperature)
+    told[4] = inverse.astype(np.float32).view(np.int32)
+    return told

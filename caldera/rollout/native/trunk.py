@@ -1,0 +1,99 @@
+"""The model's trunk, compiled once for all steps of the sampler.
+
+To the compiler, attention is one opaque operation, which looks up at run time how the tokens of
+this step attend, and in which layer. So prefills and decodings of any size run the same code, and
+so do all layers of a kind.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from caldera.models.attention import AttentionContext, AttentionLayer
+from caldera.models.forward import base_module, decoder_layers, hidden_states
+
+CODE_FOLDER = Path("~/.cache/caldera/compiled")
+"""Where compiled code is kept for the next process, unless PyTorch's own variable says where."""
+
+_current = threading.local()
+
+
+@dataclass
+class _Layer:
+    layer_idx: int
+
+
+@contextmanager
+def attending(context: AttentionContext) -> Iterator[None]:
+    """While entered, tokens that this thread runs through a compiled trunk attend so."""
+    _current.context, _current.layer = context, 0
+    try:
+        yield
+    finally:
+        _current.context = None
+
+
+@torch.library.custom_op("caldera::attend", mutates_args=())
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+    context: AttentionContext = _current.context
+    layer = _Layer(_current.layer)
+    _current.layer += 1  # layers come in their order
+    return context.attend(layer, query, key, value, scale, window if window >= 0 else None)
+
+
+@_attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+class _Opaque:
+    """The context that the compiler sees."""
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        reach = -1 if window is None else window
+        out: Tensor = torch.ops.caldera.attend(query, key, value, scale, reach)
+        return out
+
+
+_OPAQUE = _Opaque()
+Trunk = Callable[[Tensor, Tensor], Tensor]
+"""From tokens and positions, (1, T) each, to hidden states (T, H), while `attending`."""
+
+
+def plain_trunk(module: nn.Module) -> Trunk:
+    """The trunk as it is: what attends is looked up without asking the compiler."""
+
+    def run(tokens: Tensor, positions: Tensor) -> Tensor:
+        return hidden_states(module, tokens, positions, _current.context)
+
+    return run
+
+
+def compiled_trunk(module: nn.Module) -> Trunk:
+    """The trunk, whose layers are compiled when they are first run. `module` is changed."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CODE_FOLDER.expanduser()))
+    trunk = base_module(module).base_model
+    rest = [part for name in ("norm", "rotary_emb") if (part := getattr(trunk, name, None))]
+    for part in [*decoder_layers(module), *rest]:
+        part.forward = torch.compile(part.forward, dynamic=True)
+
+    def run(tokens: Tensor, positions: Tensor) -> Tensor:
+        return hidden_states(module, tokens, positions, _OPAQUE)
+
+    return run

@@ -1,0 +1,127 @@
+"""The module as the sampler runs it on CUDA: the same weights, in fewer and larger matrices."""
+
+from __future__ import annotations
+
+import copy
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+STACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that multiply the same input."""
+
+
+class Twin:
+    """A copy of the module's structure that has its weights, not copies of them.
+
+    Where layers multiply the same input, their weights come to lie behind each other in memory, so
+    that the twin multiplies by all of them at once, while the module keeps a parameter for each. An
+    optimiser that changes these in place changes the twin.
+
+    In another precision than the module's, the twin's weights are its own, and `refresh` brings
+    them up to date.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """`dtype`: what the twin computes in."""
+        self._casts: list[tuple[Tensor, Tensor]] = []  # from the module, to the twin
+        memo: dict[int, object] = {id(each): each for each in module.buffers()}
+        for parameter in module.parameters():
+            memo[id(parameter)] = self._counterpart(parameter, dtype)
+        self.module = copy.deepcopy(module, memo)
+        for part in self.module.modules():
+            part.__dict__.pop("forward", None)  # compiled for training, and the module's own
+        self._stacks = [
+            _stack(container, names) for container in self.module.modules() for names in STACKS
+        ]
+        self.module.eval()
+        self._addresses = self._find_addresses()
+        self.refresh()
+
+    def _counterpart(self, parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+        if parameter.dtype == dtype:
+            return parameter
+        own = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False)
+        self._casts.append((parameter, own))
+        return own
+
+    def refresh(self) -> None:
+        """Take over the module's weights, where they are not the twin's as well."""
+        with torch.no_grad():
+            for source, target in self._casts:
+                target.copy_(source)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether weights are elsewhere than when the twin was made."""
+        return self._addresses != self._find_addresses()
+
+    def _find_addresses(self) -> list[int]:
+        weights = [*self.module.parameters(), *self.module.buffers()]
+        held = [parameter for stack in self._stacks for parameter in stack]
+        return [each.data_ptr() for each in (*weights, *held)]
+
+
+def _stack(container: nn.Module, names: tuple[str, ...]) -> list[nn.Parameter]:
+    """Replace the layers of these names by parts of one; returns their parameters.
+
+    Without such plain layers, as where they have adapters, nothing is done.
+    """
+    layers = [container._modules.get(name) for name in names]
+    if not all(type(layer) is nn.Linear for layer in layers):
+        return []
+    linears = cast(list[nn.Linear], layers)
+    biases = [cast(nn.Parameter | None, linear.bias) for linear in linears]
+    if len({bias is None for bias in biases}) > 1:
+        return []
+    sizes = [linear.out_features for linear in linears]
+    weights = [cast(nn.Parameter, linear.weight) for linear in linears]
+    weight = _joined(weights)
+    present = [bias for bias in biases if bias is not None]
+    joint = _Joint(weight, _joined(present) if present else None, sizes)
+    for index, name in enumerate(names):
+        setattr(container, name, _Part(joint, index))
+    return [*weights, *present]
+
+
+def _joined(parameters: list[nn.Parameter]) -> Tensor:
+    """One tensor of all, of which the parameters become parts."""
+    whole = torch.cat([parameter.data for parameter in parameters])
+    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return whole
+
+
+class _Joint:
+    """What some layers that multiply the same input compute together, when the first is asked."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: list[int]) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._sizes = sizes
+        self._pieces: tuple[Tensor, ...] | None = None
+        self._left = 0
+
+    def take(self, values: Tensor, index: int) -> Tensor:
+        if self._pieces is None:
+            self._pieces = F.linear(values, self._weight, self._bias).split(self._sizes, dim=-1)
+            self._left = len(self._sizes)
+        piece = self._pieces[index]
+        self._left -= 1
+        if self._left == 0:
+            self._pieces = None
+        return piece
+
+
+class _Part(nn.Module):
+    """In the place of one of the layers."""
+
+    def __init__(self, joint: _Joint, index: int) -> None:
+        super().__init__()
+        self._joint = joint
+        self._index = index
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self._joint.take(values, self._index)

@@ -1,0 +1,258 @@
+"""The native sampler on CUDA: its kernels, its recorded steps, its exact mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
+
+from caldera.config import FSDPConfig, OptimizerConfig, RolloutConfig
+from caldera.config.rollout import NativeRolloutConfig
+from caldera.core_algos import LossScale
+from caldera.engine import EngineOptions, ForwardPlan, LocalEngine, Outputs
+from caldera.models.attention import ATTENTION
+from caldera.protocol import DataProto, tensors_of
+from caldera.rollout.base import Completion, Request, SamplingParams
+from caldera.rollout.batch import completions_to_batch
+from caldera.rollout.native.engine import NativeRollout
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+SIZES: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FAMILIES = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=64),
+    "gemma3": Gemma3TextConfig(**SIZES, head_dim=64, sliding_window=24),
+}
+
+
+def build(family: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    module: nn.Module = AutoModelForCausalLM.from_config(
+        FAMILIES[family], dtype=dtype, attn_implementation=ATTENTION
+    )
+    return module.to(CUDA)
+
+
+def sampler(module: nn.Module, dtype: str, exact: bool = False, **keys: Any) -> NativeRollout:
+    own = NativeRolloutConfig(exact=exact)
+    config = RolloutConfig(
+        **{"dtype": dtype, "max_model_len": 256, "max_num_seqs": 16, "native": own, **keys}
+    )
+    rollout = NativeRollout(config, module, CUDA)
+    rollout.wake_up()
+    return rollout
+
+
+def requests(count: int = 40, **keys: Any) -> list[Request]:
+    return [
+        Request(
+            [(7 * i + j) % 1000 for j in range(1 + 3 * (i % 20))],
+            SamplingParams(**{"max_tokens": 5 + i, "temperature": [0.0, 1.0, 0.7][i % 3], **keys}),
+            seed=i,
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"enable_chunked_prefill": True, "max_num_batched_tokens": 64},
+        {"kv_cache_blocks": 40, "enable_prefix_caching": True},
+    ],
+)
+def test_recorded_steps_sample_what_plain_ones_do(family: str, keys: dict[str, Any]) -> None:
+    module = build(family, torch.float32)
+    work = [*requests(), *requests(6, top_k=20), *requests(3, repetition_penalty=1.2)]
+    want = sampler(module, "float32", enforce_eager=True).generate(work)
+    recorded = sampler(module, "float32", **keys)
+    for _ in range(2):
+        got = recorded.generate(work)
+        same = [a.token_ids == b.token_ids for a, b in zip(got, want, strict=True)]
+        assert sum(same) >= len(work) - 1  # rounding may flip a token that was nearly tied
+        for one, other, is_same in zip(got, want, same, strict=True):
+            if is_same:
+                assert np.abs(np.subtract(one.log_probs, other.log_probs)).max() < 1e-4
+
+
+def test_stops_and_aborts_while_a_step_is_under_way() -> None:
+    module = build("llama", torch.float32)
+    stops = frozenset(range(0, 1000, 10))
+    work = requests(stop_token_ids=stops, max_tokens=100)
+    want = sampler(module, "float32", enforce_eager=True).generate(work)
+    got = sampler(module, "float32").generate(work)
+    assert {answer.finish_reason for answer in got} == {"stop", "length"} or all(
+        answer.finish_reason == "stop" for answer in got
+    )
+    same = sum(a.token_ids == b.token_ids for a, b in zip(got, want, strict=True))
+    assert same >= len(work) - 1
+
+
+def test_training_changes_what_is_sampled_without_a_copy() -> None:
+    module = build("llama", torch.bfloat16)
+    weights = sum(p.numel() * p.element_size() for p in module.parameters())
+    rollout = sampler(module, "bfloat16")
+    before = torch.cuda.memory_allocated()
+    first = rollout.generate(requests(temperature=0.0))
+    rollout.sleep()
+    assert torch.cuda.memory_allocated() - before < weights / 2
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    rollout.version += 1
+    rollout.wake_up()
+    second = rollout.generate(requests(temperature=0.0))
+    fresh = sampler(module, "bfloat16").generate(requests(temperature=0.0))
+    assert [a.token_ids for a in second] != [a.token_ids for a in first]
+    assert [a.token_ids for a in second] == [a.token_ids for a in fresh]
+
+
+def test_weights_that_went_to_the_host_and_back() -> None:
+    module = build("llama", torch.bfloat16)
+    rollout = sampler(module, "bfloat16")
+    want = rollout.generate(requests())
+    for device in ("cpu", "cuda"):
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(device)
+    got = rollout.generate(requests())
+    assert [a.token_ids for a in got] == [a.token_ids for a in want]
+
+
+# ---- exact mode
+
+
+def rows_of(work: list[Request], answers: list[Completion]) -> DataProto:
+    width = max(len(request.prompt_ids) for request in work)
+    ids = torch.zeros(len(work), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, request in enumerate(work):
+        ids[row, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
+        mask[row, width - len(request.prompt_ids) :] = 1
+    prompts = DataProto.from_dict({"input_ids": ids, "attention_mask": mask})
+    longest = max(len(answer.token_ids) for answer in answers)
+    return completions_to_batch(prompts, answers, longest, 0, True)
+
+
+def ratio_loss(
+    outputs: Outputs, rows: DataProto, scale: LossScale
+) -> tuple[Tensor, dict[str, Tensor]]:
+    tensors = tensors_of(rows)
+    mask = tensors["response_mask"].bool()
+    ratio = (outputs["log_probs"] - tensors["rollout_log_probs"]).exp()
+    loss = scale.aggregate(-ratio, tensors["response_mask"], "token-mean")
+    furthest = (ratio[mask] - 1).abs().max() if mask.any() else ratio.new_zeros(())
+    return loss, {"furthest": furthest.detach()}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_ratio_is_one(family: str, temperature: float) -> None:
+    module = build(family, torch.bfloat16)
+    memory = FSDPConfig(model_dtype="bf16", dtype="bfloat16")
+    options = EngineOptions(memory, OptimizerConfig(lr=1e-3), 1.0)
+    engine = LocalEngine(module, CUDA, memory, options.optim, options=options)
+    work = requests(temperature=temperature, ignore_eos=True)
+    keys = {"enable_chunked_prefill": True, "max_num_batched_tokens": 100}
+    for own in ({}, keys, {"kv_cache_blocks": 40, "enable_prefix_caching": True}):
+        rollout = sampler(module, "bfloat16", exact=True, **own)
+        rollout.version = engine.version
+        rows = rows_of(work, rollout.generate(work))
+        for by_tokens, size, budget in ((False, 7, None), (True, 1, 2000)):
+            plan = ForwardPlan(("log_probs",), by_tokens, size, budget, temperature)
+            found = engine.infer(rows, plan)["log_probs"].cpu()
+            assert torch.equal(found, tensors_of(rows)["rollout_log_probs"].cpu())
+        metrics = engine.train(
+            rows, ratio_loss, ForwardPlan(("log_probs",), False, 5, None, temperature)
+        )
+        assert float(metrics["furthest"]) == 0.0  # the sum over micro-batches
+
+
+def test_tiles_of_any_shape_give_the_same_bits() -> None:
+    from caldera.models.exact_cuda import product
+
+    torch.manual_seed(0)
+    values = torch.randn(600, 896, device=CUDA, dtype=torch.bfloat16)
+    weight = torch.randn(70000, 896, device=CUDA, dtype=torch.bfloat16)
+    whole = product(values, weight[:1000])  # tiles of 64 x 128
+    assert torch.equal(product(values[:100], weight[:1000]), whole[:100])  # of 128 x 64
+    assert torch.equal(product(values, weight)[:, :1000], whole)  # of 128 x 256
+
+
+# ---- kernels
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("size", [3, 300])
+def test_attention_over_pages(size: int, window: int | None) -> None:
+    from caldera.rollout.native.kernels import attend_pages
+
+    torch.manual_seed(0)
+    heads, key_heads, width, pages = 14, 2, 80, 9
+    positions = torch.randint(0, 16 * pages, (size,), device=CUDA)
+    positions[0] = -1
+    tables = torch.randperm(size * pages, device=CUDA).view(size, pages).int()
+    keys = torch.randn(size * pages, 16, key_heads, width, device=CUDA)
+    values = torch.randn_like(keys)
+    query, key, value = (
+        torch.randn(size, count, width, device=CUDA) for count in (heads, key_heads, key_heads)
+    )
+    inputs = torch.zeros(5, size, dtype=torch.int32, device=CUDA)
+    inputs[0], inputs[1] = torch.arange(size), positions
+    pointers = torch.tensor([keys.data_ptr(), values.data_ptr()], device=CUDA)
+    cached = [pages_of.clone() for pages_of in (keys, values)]
+    out = attend_pages(query, key, value, pointers, inputs, tables, width**-0.5, window)
+    for row in range(1, size):
+        count = int(positions[row])
+        own = [
+            torch.cat([every[tables[row].long()].flatten(0, 1)[:count], new[row : row + 1]])
+            for every, new in zip(cached, (key, value), strict=True)
+        ]
+        seen = [each[-window:] if window else each for each in own]
+        spread = [each.repeat_interleave(heads // key_heads, 1).transpose(0, 1) for each in seen]
+        want = F.scaled_dot_product_attention(query[row][:, None], *spread).squeeze(1)
+        torch.testing.assert_close(out[row], want, rtol=1e-4, atol=1e-5)
+        slot = int(tables[row, count // 16]), count % 16
+        assert torch.equal(keys[slot], key[row])
+        assert torch.equal(values[slot], value[row])
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("vocabulary", [300, 151936])
+def test_the_choice_of_tokens(vocabulary: int, raw: bool) -> None:
+    from caldera.rollout.native.kernels import choose
+
+    torch.manual_seed(0)
+    size = 64
+    logits = (3 * torch.randn(size, vocabulary, device=CUDA)).bfloat16()
+    uniform = torch.rand(size, device=CUDA)
+    temperature = 0.5 + torch.rand(size, device=CUDA)
+    inputs = torch.zeros(5, size, dtype=torch.int32, device=CUDA)
+    inputs[0] = torch.arange(size)
+    inputs[3], inputs[4] = uniform.view(torch.int32), (1 / temperature).view(torch.int32)
+    inputs[4, 0] = 0
+    newest = torch.zeros(size, dtype=torch.int64, device=CUDA)
+    told = choose(logits, inputs, newest, raw)
+    temperature[0] = 1
+    scaled = logits.double() / temperature[:, None].double()
+    reached = scaled.softmax(-1).cumsum(-1)
+    want = torch.searchsorted(reached, uniform.double()[:, None]).squeeze(1)
+    want[0] = logits[0].argmax()
+    tokens = told[0].long()
+    assert (tokens == want).float().mean() > 0.95
+    assert torch.equal(newest, tokens)
+    plain = logits.double() if raw else scaled
+    log_probs = plain.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    torch.testing.assert_close(told[1].view(torch.float32).double(), log_probs, rtol=0, atol=1e-4)

@@ -1,0 +1,156 @@
+"""The module as the sampler runs it on CUDA: what of it can be seen on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from caldera.models.attention import ATTENTION, PackedSequences
+from caldera.models.forward import hidden_states
+from caldera.rollout.native.graphs import ladder, step_inputs
+from caldera.rollout.native.trunk import attending, compiled_trunk, plain_trunk
+from caldera.rollout.native.twin import Twin
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def module() -> PreTrainedModel:
+    config = Qwen2Config(
+        vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
+
+
+@torch.no_grad()
+def hidden(module: nn.Module, lengths: list[int]) -> torch.Tensor:
+    ids = torch.arange(sum(lengths))[None] % 100
+    packed = PackedSequences(lengths, CPU)
+    return hidden_states(module, ids, packed.position_ids, packed)
+
+
+def test_a_twin_computes_the_same_from_the_same_memory(module: PreTrainedModel) -> None:
+    want = hidden(module, [8, 12])
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    twin = Twin(module, torch.float32)
+    torch.testing.assert_close(hidden(twin.module, [8, 12]), want)
+    assert torch.equal(hidden(module, [8, 12]), want)
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    assert {p.untyped_storage().data_ptr() for p in twin.module.parameters()} <= own
+
+
+def test_an_optimiser_that_changes_the_module_changes_the_twin(module: PreTrainedModel) -> None:
+    twin = Twin(module, torch.float32)
+    before = hidden(twin.module, [5, 7])
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    packed = PackedSequences([12], CPU)
+    ids = torch.arange(12)[None]
+    hidden_states(module, ids, packed.position_ids, packed).square().sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(hidden(twin.module, [5, 7]), hidden(module, [5, 7]))
+    assert not torch.allclose(before, hidden(twin.module, [5, 7]))
+    assert not twin.has_moved
+
+
+def test_a_module_with_a_twin_is_saved_as_any(module: PreTrainedModel, tmp_path: Path) -> None:
+    Twin(module, torch.float32)
+    module.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in module.state_dict().items())
+
+
+def test_another_precision_has_weights_of_its_own(module: PreTrainedModel) -> None:
+    twin = Twin(module, torch.bfloat16)
+    assert {p.dtype for p in twin.module.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.5)
+    stale = hidden(twin.module, [9])
+    twin.refresh()
+    fresh = hidden(twin.module, [9])
+    rounded = hidden(module.to(torch.bfloat16), [9])
+    torch.testing.assert_close(fresh, rounded, rtol=0.02, atol=0.02)
+    assert not torch.allclose(stale, rounded, rtol=0.02, atol=0.02)
+
+
+def test_weights_that_move_are_noticed(module: PreTrainedModel) -> None:
+    twin = Twin(module, torch.float32)
+    weight = module.model.layers[1].self_attn.k_proj.weight
+    weight.data = weight.data.clone()
+    assert twin.has_moved
+    assert not Twin(module, torch.float32).has_moved
+
+
+def test_a_layer_of_its_own_forward_is_not_the_modules(module: PreTrainedModel) -> None:
+    calls = []
+    layer = module.model.layers[0]
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
+    twin = Twin(module, torch.float32)
+    hidden(twin.module, [4])
+    assert not calls
+
+
+def test_all_layers_share_one_compilation(
+    module: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+    compile_for_real = torch.compile
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(
+        torch, "compile", lambda code, **keys: compile_for_real(code, backend=keep, **keys)
+    )
+    want = [hidden(module, [8, 12]), hidden(module, [5, 4])]
+    twin = Twin(module, torch.float32)
+    trunk = compiled_trunk(twin.module)
+    with torch.no_grad():
+        for lengths, wanted in zip(([8, 12], [5, 4]), want, strict=True):
+            packed = PackedSequences(lengths, CPU)
+            with attending(packed):
+                got = trunk(torch.arange(sum(lengths))[None] % 100, packed.position_ids)
+            torch.testing.assert_close(got, wanted)
+    attends = [sum("attend" in str(node.target) for node in graph.graph.nodes) for graph in graphs]
+    assert sum(attends) == 1
+    layer = graphs[attends.index(1)]
+    products = [node for node in layer.graph.nodes if node.target is torch._C._nn.linear]
+    assert len(products) == 4  # query, key and value; output; gate and up; down
+
+
+def test_the_plain_trunk_runs_what_attends(module: PreTrainedModel) -> None:
+    packed = PackedSequences([6], CPU)
+    with torch.no_grad(), attending(packed):
+        got = plain_trunk(module)(torch.arange(6)[None], packed.position_ids)
+    torch.testing.assert_close(got, hidden(module, [6]))
+
+
+@pytest.mark.parametrize("largest", [1, 8, 100, 256, 1000, 4096])
+def test_the_ladder_reaches_up_to_the_largest(largest: int) -> None:
+    sizes = ladder(largest)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == largest
+    wasted = [(above - below - 1) / above for below, above in zip([0, *sizes], sizes, strict=False)]
+    assert all(share < 0.5 for size, share in zip(sizes, wasted, strict=True) if size > 16)
+
+
+def test_what_a_step_is_told() -> None:
+    import numpy as np
+
+    told = step_inputs(
+        np.array([3, 1]), np.array([20, 5]), np.array([16 * 7 + 4, 16 * 2 + 5]),
+        np.array([0.25, 0.5]), np.array([0.5, 0.0], dtype=np.float32),
+    )  # fmt: skip
+    assert told[:3].tolist() == [[3, 1], [20, 5], [7, 2]]
+    assert told[3].view(np.float32).tolist() == [0.25, 0.5]
+    assert told[4].view(np.float32).tolist() == [2.0, 0.0]
