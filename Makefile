@@ -11,7 +11,7 @@ PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 .DEFAULT_GOAL := help
 # The suites share two cores and one environment: never run them side by side.
 .NOTPARALLEL:
-.PHONY: help demo demo-smollm2 test check unit integration e2e ray megatron lint format clean
+.PHONY: help demo demo-smollm2 test check unit integration e2e ray megatron tracking lint format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | \
@@ -41,6 +41,9 @@ ray: $(VENV)/.stamp-dev $(VENV)/.stamp-ray ## Tests of worker groups on a real R
 
 megatron: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-megatron ## Tests of strategy=megatron on CPU ranks
 	RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 $(PYTEST) tests/megatron --timeout=600
+
+tracking: $(VENV)/.stamp-dev $(VENV)/.stamp-tracking ## Tests of loggers with their real libraries
+	$(PYTEST) tests/integration/test_tracking_backends.py --timeout=120
 
 lint: $(VENV)/.stamp-dev ## Style, formatting, types, layering and size; changes nothing
 	$(BIN)/ruff check .
@@ -108,4 +111,10 @@ $(VENV)/.stamp-megatron: $(VENV)/.stamp-core
 	@rm -f $@
 	@echo "Installing megatron-core (once, a few seconds)"
 	@$(PIP_INSTALL) --editable '.[megatron]'
+	@touch $@
+
+$(VENV)/.stamp-tracking: $(VENV)/.stamp-core
+	@rm -f $@
+	@echo "Installing loggers (once, half a minute)"
+	@$(PIP_INSTALL) --editable '.[tracking]'
 	@touch $@

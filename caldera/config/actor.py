@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from omegaconf import II
 
 from caldera.config.algorithm import KL_TYPES, RolloutCorrectionConfig
-from caldera.config.fields import nested, option, refused
+from caldera.config.fields import ConfigGroup, nested, option, refused
 from caldera.config.megatron import MegatronConfig, RefMegatronConfig
 from caldera.config.optim import CheckpointConfig, FSDPConfig, OptimizerConfig, RefFSDPConfig
 from caldera.config.profiling import ProfilerConfig
@@ -30,7 +30,7 @@ LOSS_AGG_MODES = (
 
 
 @dataclass
-class PolicyLossConfig:
+class PolicyLossConfig(ConfigGroup):
     loss_mode: str = "vanilla"
     """Name of the policy loss, or `file.py:function` for one's own."""
     clip_cov_ratio: float = option(0.0002, minimum=0, maximum=1, unit="share of tokens")
@@ -57,7 +57,7 @@ class RouterReplayConfig:
 
 
 @dataclass
-class ActorConfig:
+class ActorConfig(ConfigGroup):
     strategy: str = option("fsdp", choices=STRATEGIES)
     """Training engine. In one process fsdp and fsdp2 are `local`: there is nothing to shard."""
     rollout_n: int = II("actor_rollout_ref.rollout.n")
@@ -138,7 +138,7 @@ class ActorConfig:
 
 
 @dataclass
-class RefConfig:
+class RefConfig(ConfigGroup):
     strategy: str = option(II("actor_rollout_ref.actor.strategy"), choices=STRATEGIES)
     """Engine of the reference."""
     rollout_n: int = II("actor_rollout_ref.rollout.n")

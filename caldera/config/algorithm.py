@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from caldera.config.fields import nested, option, refused
+from caldera.config.fields import ConfigGroup, nested, option, refused
 from caldera.config.reasons import NO_SEARCH
 
 KL_TYPES = (
@@ -15,7 +15,7 @@ KL_TYPES = (
 
 
 @dataclass
-class KLControlConfig:
+class KLControlConfig(ConfigGroup):
     type: str = option("fixed", choices=("fixed", "adaptive"))
     """Whether the coefficient stays or follows target_kl."""
     kl_coef: float = option(0.001, minimum=0)
@@ -61,7 +61,7 @@ class StateMaskingConfig:
 
 
 @dataclass
-class FilterGroupsConfig:
+class FilterGroupsConfig(ConfigGroup):
     enable: bool = False
     """Keep only prompts whose answers differ in `metric`, and sample on until there are enough."""
     metric: str | None = None
@@ -72,7 +72,7 @@ class FilterGroupsConfig:
 
 
 @dataclass
-class AlgorithmConfig:
+class AlgorithmConfig(ConfigGroup):
     gamma: float = option(1.0, minimum=0, maximum=1)
     """Discount of later rewards."""
     lam: float = option(1.0, minimum=0, maximum=1)

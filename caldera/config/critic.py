@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from omegaconf import II
 
 from caldera.config.actor import LOSS_AGG_MODES, STRATEGIES
-from caldera.config.fields import nested, option, refused
+from caldera.config.fields import ConfigGroup, nested, option, refused
 from caldera.config.megatron import MegatronConfig
 from caldera.config.model import CriticModelConfig
 from caldera.config.optim import CheckpointConfig, CriticOptimizerConfig
@@ -16,7 +16,7 @@ from caldera.config.reasons import ONE_TIMEOUT, WEIGHTS_ARE_READ
 
 
 @dataclass
-class CriticConfig:
+class CriticConfig(ConfigGroup):
     enable: bool | None = None
     """Train a critic; null: when the advantage estimator needs one."""
     strategy: str = option("fsdp", choices=STRATEGIES)

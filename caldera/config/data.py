@@ -7,12 +7,12 @@ from typing import Any
 
 from omegaconf import II
 
-from caldera.config.fields import mapping, nested, option, refused
+from caldera.config.fields import ConfigGroup, mapping, nested, option, refused
 from caldera.config.reasons import NO_AGENTS, NO_DATAGEN, NO_IMAGES, NO_SHARED_MEMORY
 
 
 @dataclass
-class CustomClassConfig:
+class CustomClassConfig(ConfigGroup):
     path: str | None = None
     """File, `file://` or `pkg://` that holds the class."""
     name: str | None = None
@@ -20,7 +20,7 @@ class CustomClassConfig:
 
 
 @dataclass
-class SamplerConfig:
+class SamplerConfig(ConfigGroup):
     class_path: str | None = None
     """File, `file://` or `pkg://` that holds one's own sampler, such as a curriculum."""
     class_name: str | None = None
@@ -34,7 +34,7 @@ class DatagenConfig:
 
 
 @dataclass
-class DataConfig:
+class DataConfig(ConfigGroup):
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; null: the model's."""
     use_shm: bool = refused(False, NO_SHARED_MEMORY)

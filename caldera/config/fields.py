@@ -20,6 +20,25 @@ T = TypeVar("T")
 Field = dataclasses.Field[Any]
 
 
+@dataclasses.dataclass
+class ConfigGroup:
+    """A group of keys, whose values can be had by name too.
+
+    Extensions written for verl ask so: `config.get("n", 1)`, `config["n"]`, `"n" in config`.
+    """
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name) if name in self else default
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in getattr(self, "__dataclass_fields__", {})
+
+
 def option(
     default: T,
     *,

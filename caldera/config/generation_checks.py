@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from caldera.config.machine import uses_ray
 from caldera.config.offline import GenerationConfig
 from caldera.config.validate import OTHER_SAMPLERS
 from caldera.errors import ConfigError, UnsupportedError
@@ -49,6 +50,13 @@ def _check_output(config: GenerationConfig) -> None:
 def _check_server(config: GenerationConfig, url: str) -> None:
     rollout = config.rollout
     parts = urlsplit(url)
+    for key, value, default in (
+        ("nnodes", config.trainer.nnodes, 1), ("worker_group", config.trainer.worker_group, None),
+    ):  # fmt: skip
+        if value != default:
+            raise ConfigError(
+                f"trainer.{key}={value}: the server at rollout.url samples; set one alone"
+            )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"rollout.url={url!r}: takes an address such as http://host:8000")
     if rollout.name is not None:
@@ -68,18 +76,33 @@ def _check_server(config: GenerationConfig, url: str) -> None:
 
 
 def resolve_generation(config: GenerationConfig, gpus: int) -> list[str]:
-    """Fill in what depends on the machine; returns what was chosen, for a person to read."""
+    """Fill in what depends on the machine; returns what was chosen, for a person to read.
+
+    `gpus` are those of this machine, or of a node of the cluster.
+    """
     trainer, rollout = config.trainer, config.rollout
     chosen = []
+    if trainer.worker_group is None:
+        trainer.worker_group = "ray" if uses_ray(config) else "local"
+        chosen.append(f"trainer.worker_group={trainer.worker_group}")
+    elif trainer.worker_group == "local" and trainer.nnodes > 1:
+        raise ConfigError(
+            f"trainer.worker_group='local': trainer.nnodes={trainer.nnodes} nodes need 'ray'"
+        )
+    where = "the Ray cluster" if trainer.worker_group == "ray" else "this machine"
     if trainer.device is None:
         trainer.device = "cuda" if gpus else "cpu"
         chosen.append(f"trainer.device={trainer.device}")
     elif trainer.device == "cuda" and not gpus:
-        raise ConfigError("trainer.device='cuda': this machine has no usable GPU; takes cpu")
+        raise ConfigError(f"trainer.device='cuda': {where} has no usable GPU; takes cpu")
     if trainer.n_gpus_per_node is None:
         trainer.n_gpus_per_node = gpus if trainer.device == "cuda" else 1
         chosen.append(f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}")
-    elif trainer.device == "cuda" and trainer.n_gpus_per_node > gpus:
+    elif (  # Ray counts those of its cluster
+        trainer.worker_group == "local"
+        and trainer.device == "cuda"
+        and trainer.n_gpus_per_node > gpus
+    ):
         raise ConfigError(
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has {gpus} GPUs"
         )

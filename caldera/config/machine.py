@@ -6,6 +6,7 @@ import os
 
 from caldera.config.batches import check_devices
 from caldera.config.megatron import MegatronConfig
+from caldera.config.offline import GenerationConfig
 from caldera.config.optim import FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.config.sft import SFTTrainerConfig
@@ -47,7 +48,7 @@ def resolve_for_machine(config: PPOTrainerConfig, gpus: int) -> list[str]:
     return chosen
 
 
-def uses_ray(config: PPOTrainerConfig | SFTTrainerConfig) -> bool:
+def uses_ray(config: PPOTrainerConfig | SFTTrainerConfig | GenerationConfig) -> bool:
     """Whether workers are Ray's: for several nodes, where a cluster is named, or as asked for."""
     trainer = config.trainer
     if trainer.worker_group is not None:

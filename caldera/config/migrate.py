@@ -65,6 +65,20 @@ MOVED_SUPERVISED = {
     "checkpoint": "trainer.checkpoint",
 }
 """The same of supervised training."""
+VERLS_DEFAULTS: Tree = {
+    "actor_rollout_ref.rollout.calculate_log_probs": False,
+    "actor_rollout_ref.rollout.dtype": "bfloat16",
+    "actor_rollout_ref.rollout.enable_chunked_prefill": True,
+    "actor_rollout_ref.rollout.enable_prefix_caching": True,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
+    "data.dataloader_num_workers": 8,
+    "trainer.default_local_dir": "checkpoints/verl_examples/gsm8k",
+    "trainer.device": "cuda",
+    "trainer.logger": ["console", "wandb"],
+    "trainer.n_gpus_per_node": 8,
+    "trainer.project_name": "verl_examples",
+}
+"""What verl 0.5 to 0.7 take where a key is not given, and Caldera takes something else."""
 EMPTIED = ("custom_reward_function.", "reward_model.")
 """Groups that later releases left behind when they moved them, with null for what is not given."""
 NULL_IS_A_VALUE = ("reward_model.model.input_tokenizer",)

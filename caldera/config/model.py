@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import II
 
-from caldera.config.fields import mapping, nested, option, refused
+from caldera.config.fields import ConfigGroup, mapping, nested, option, refused
 from caldera.config.megatron import MegatronLoraConfig
 from caldera.config.optim import FSDPConfig
 from caldera.config.reasons import (
@@ -47,7 +47,7 @@ class MtpConfig:
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(ConfigGroup):
     path: str | None = None
     """Folder or hub name of the Hugging Face model. Required."""
     hf_config_path: str | None = refused(None, "the config comes from model.path")

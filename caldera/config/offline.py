@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from caldera.config.fields import nested, option, refused
+from caldera.config.ppo import RayConfig
 from caldera.config.reasons import ONE_DEVICE
 from caldera.config.reward import CustomRewardFunctionConfig
 
@@ -68,9 +69,15 @@ class GenerationRolloutConfig:
 
 @dataclass
 class GenerationRunConfig:
-    nnodes: int = refused(1, "answers are generated on one machine, or by a server (rollout.url)")
+    nnodes: int = option(1, minimum=1, unit="nodes")
+    """Machines that sample."""
     n_gpus_per_node: int | None = option(None, minimum=1, unit="devices")
-    """Devices a node; null: chosen from the machine."""
+    """Devices (GPUs, or processes on a CPU) a node; null: chosen from the machine."""
+    worker_group: str | None = option(None, choices=("local", "ray"))
+    """Where samplers live: processes of this machine, or Ray's. null: Ray for several nodes, or
+    where RAY_ADDRESS names a cluster; else local."""
+    ray_wait_register_center_timeout: int = option(300, minimum=1, unit="seconds")
+    """How long to wait for places that other runs hold on a Ray cluster, and for ranks to start."""
     device: str | None = option(None, choices=("cuda", "cpu"))
     """Where the model lives; null: cuda where there is a GPU, else cpu."""
 
@@ -81,6 +88,7 @@ class GenerationConfig:
     model: GenerationModelConfig = nested(GenerationModelConfig)
     rollout: GenerationRolloutConfig = nested(GenerationRolloutConfig)
     trainer: GenerationRunConfig = nested(GenerationRunConfig)
+    ray_kwargs: RayConfig = nested(RayConfig)
 
 
 @dataclass
@@ -103,8 +111,8 @@ class EvaluationDataConfig:
 class EvaluationRunConfig:
     num_workers: int | None = option(None, minimum=1, unit="processes")
     """Processes that score; null: one a core."""
-    timeout: float = option(300.0, minimum=0, unit="seconds")
-    """Time that one answer's score may take; then it has failed."""
+    timeout: float | None = option(300.0, minimum=0.001, unit="seconds")
+    """Time that one answer's score may take; then it has failed. null: no limit."""
     pass_score: float = 1.0
     """An answer passes with this score or more; what counts is `acc` where the scorer gives it."""
     output_dir: str | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import II
 
-from caldera.config.fields import listed, mapping, nested, option, refused
+from caldera.config.fields import ConfigGroup, listed, mapping, nested, option, refused
 from caldera.config.reasons import COMPUTED_HEAD, DECIDED_BY_ROLE
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -16,7 +16,7 @@ CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(ConfigGroup):
     optimizer: str = "AdamW"
     """Class name of the optimiser; megatron: adam, which is AdamW, or sgd."""
     optimizer_impl: str = "torch.optim"
@@ -79,7 +79,7 @@ class WrapPolicyConfig:
 
 
 @dataclass
-class FSDPConfig:
+class FSDPConfig(ConfigGroup):
     """Precision and memory of one role's model."""
 
     wrap_policy: WrapPolicyConfig = nested(WrapPolicyConfig)

@@ -9,7 +9,7 @@ from caldera.config.actor import ActorConfig, RefConfig
 from caldera.config.algorithm import AlgorithmConfig
 from caldera.config.critic import CriticConfig
 from caldera.config.data import DataConfig
-from caldera.config.fields import mapping, nested, option, refused
+from caldera.config.fields import ConfigGroup, mapping, nested, option, refused
 from caldera.config.model import ModelConfig
 from caldera.config.profiling import GlobalProfilerConfig
 from caldera.config.reasons import NO_SEARCH, NO_TRANSFER
@@ -24,7 +24,7 @@ from caldera.config.trainer import TrainerConfig
 
 
 @dataclass
-class ActorRolloutRefConfig:
+class ActorRolloutRefConfig(ConfigGroup):
     hybrid_engine: bool = refused(True, "training and sampling share their devices")
     nccl_timeout: int = option(600, minimum=1, unit="seconds")
     """How long a call may take on the workers, of all roles, and a rank wait for another."""
@@ -54,7 +54,7 @@ class RayConfig:
 
 
 @dataclass
-class PPOTrainerConfig:
+class PPOTrainerConfig(ConfigGroup):
     data: DataConfig = nested(DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = nested(ActorRolloutRefConfig)
     critic: CriticConfig = nested(CriticConfig)

@@ -16,7 +16,9 @@ from caldera.config.sft import (
     SFTRunConfig,
     SFTTrainerConfig,
 )
-from caldera.errors import ConfigError
+from caldera.config.sft_strategies import supervised_token_sharers
+from caldera.config.strategies import MEGATRON
+from caldera.errors import ConfigError, UnsupportedError
 
 DPO_LOSSES = ("sigmoid", "ipo", "hinge")
 PAIRS = (
@@ -109,10 +111,14 @@ def check_preference(config: SFTTrainerConfig) -> None:
         _check_tokens(config)
     if isinstance(config, DPOTrainerConfig):
         _check_dpo(config.dpo)
+    if isinstance(config, RewardModelTrainerConfig) and config.model.strategy == MEGATRON:
+        raise UnsupportedError(
+            "model.strategy='megatron': reward models are trained by local, fsdp and fsdp2"
+        )
 
 
 def _check_tokens(config: SFTTrainerConfig) -> None:
-    data, sharers = config.data, config.ulysses_sequence_parallel_size
+    data, sharers = config.data, supervised_token_sharers(config)
     if data.use_dynamic_bsz and data.max_token_len_per_gpu * sharers < 2 * data.max_length:
         shared = f" x {sharers} ranks" if sharers > 1 else ""
         raise ConfigError(

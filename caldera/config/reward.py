@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import II
 
 from caldera.config.actor import STRATEGIES
-from caldera.config.fields import mapping, nested, option, refused
+from caldera.config.fields import ConfigGroup, mapping, nested, option, refused
 from caldera.config.megatron import RewardMegatronConfig
 from caldera.config.profiling import ProfilerConfig
 from caldera.config.reasons import (
@@ -113,7 +113,7 @@ class RewardRolloutConfig:
 
 
 @dataclass
-class SandboxFusionConfig:
+class SandboxFusionConfig(ConfigGroup):
     """Where programs that a model wrote are tested."""
 
     url: str | None = None
@@ -127,7 +127,7 @@ class SandboxFusionConfig:
 
 
 @dataclass
-class RewardModelConfig:
+class RewardModelConfig(ConfigGroup):
     enable: bool = False
     """Score answers with a model."""
     enable_resource_pool: bool = False
@@ -194,7 +194,7 @@ class RewardModelConfig:
 
 
 @dataclass
-class CustomRewardFunctionConfig:
+class CustomRewardFunctionConfig(ConfigGroup):
     path: str | None = None
     """File, `file://` or `pkg://` that holds the score function; null: scored by data source."""
     name: str = "compute_score"
@@ -212,7 +212,7 @@ class RewardManagerModuleConfig:
 
 
 @dataclass
-class RewardManagerConfig:
+class RewardManagerConfig(ConfigGroup):
     source: str = option("register", choices=("register", "importlib"))
     """Where the manager comes from: a registered name, or a class in one's own file."""
     name: str = II("reward_model.reward_manager")
@@ -221,7 +221,7 @@ class RewardManagerConfig:
 
 
 @dataclass
-class RewardConfig:
+class RewardConfig(ConfigGroup):
     on_failure: str = option("mask", choices=("mask", "zero"))
     """A sample that could not be scored is left out of the update, or counts as scored 0."""
     timeout: float | None = option(300.0, minimum=0.001, unit="seconds")

@@ -7,9 +7,9 @@ from typing import Any
 
 from omegaconf import II
 
-from caldera.config.fields import mapping, nested, option, refused
+from caldera.config.fields import ConfigGroup, mapping, nested, option, refused
 from caldera.config.model import MtpConfig
-from caldera.config.profiling import ProfilerConfig
+from caldera.config.profiling import RolloutProfilerConfig
 from caldera.config.reasons import (
     NO_AGENTS,
     NO_OTHER_SAMPLER,
@@ -25,7 +25,7 @@ QUANTIZED = "samplers use the trainer's weights, which are not quantised"
 
 
 @dataclass
-class ValKwargs:
+class ValKwargs(ConfigGroup):
     top_k: int = option(-1, minimum=-1, unit="tokens")
     """Most likely tokens that may be drawn; -1: all."""
     top_p: float = option(1.0, minimum=0, maximum=1, unit="probability")
@@ -103,7 +103,7 @@ class NativeRolloutConfig:
 
 
 @dataclass
-class RolloutConfig:
+class RolloutConfig(ConfigGroup):
     name: str | None = None
     """Sampler: native, hf; null: native."""
     mode: str = option("async", choices=("sync", "async"))
@@ -191,6 +191,6 @@ class RolloutConfig:
     checkpoint_engine: CheckpointEngineConfig = nested(CheckpointEngineConfig)
     trace: TraceConfig = nested(TraceConfig)
     prometheus: PrometheusConfig = nested(PrometheusConfig)
-    profiler: ProfilerConfig = nested(ProfilerConfig)
+    profiler: RolloutProfilerConfig = nested(RolloutProfilerConfig)
     mtp: MtpConfig = nested(MtpConfig)
     layer_name_map: LayerNameMap = nested(LayerNameMap)

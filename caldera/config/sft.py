@@ -8,7 +8,8 @@ from typing import Any
 from omegaconf import II
 
 from caldera.config.data import CustomClassConfig
-from caldera.config.fields import listed, mapping, nested, option, refused
+from caldera.config.fields import ConfigGroup, listed, mapping, nested, option, refused
+from caldera.config.megatron import MegatronConfig
 from caldera.config.model import ModelConfig
 from caldera.config.optim import CheckpointConfig, FSDPConfig, OptimizerConfig
 from caldera.config.ppo import RayConfig
@@ -18,7 +19,7 @@ EACH_EPOCH = "after_each_epoch"
 
 
 @dataclass
-class MultiTurnDataConfig:
+class MultiTurnDataConfig(ConfigGroup):
     enable: bool = False
     """Rows hold whole conversations instead of a prompt and an answer."""
     messages_key: str = "messages"
@@ -30,7 +31,7 @@ class MultiTurnDataConfig:
 
 
 @dataclass
-class SFTDataConfig:
+class SFTDataConfig(ConfigGroup):
     train_files: Any = None
     """Parquet, JSON or JSON-lines files to train on. Required."""
     val_files: Any = None
@@ -81,6 +82,12 @@ class SFTMemoryConfig(FSDPConfig):
 
 
 @dataclass
+class SFTMegatronConfig(MegatronConfig):
+    seed: int = II("trainer.seed")
+    """Seed of freshly initialised weights."""
+
+
+@dataclass
 class SFTModelConfig(ModelConfig):
     partial_pretrain: str | None = None
     """Folder or hub name of the model to start from. Required."""
@@ -89,8 +96,9 @@ class SFTModelConfig(ModelConfig):
     custom_chat_template: str | None = II("data.chat_template")
     """The newer name of data.chat_template."""
     fsdp_config: SFTMemoryConfig = nested(SFTMemoryConfig)
-    strategy: str = option("fsdp2", choices=("local", "fsdp", "fsdp2"))
+    strategy: str = option("fsdp2", choices=("local", "fsdp", "fsdp2", "megatron"))
     """Training engine."""
+    megatron: SFTMegatronConfig = nested(SFTMegatronConfig)
 
 
 @dataclass
@@ -131,7 +139,9 @@ class SFTOptimizerConfig:
             lr_warmup_steps_ratio=self.lr_warmup_steps_ratio,
             lr_warmup_steps=self.lr_warmup_steps,
             lr_scheduler_type=self.lr_scheduler,
+            lr_decay_style=self.lr_scheduler,  # the same, by the name that Megatron's engine reads
             min_lr_ratio=self.min_lr_ratio,
+            min_lr=self.min_lr_ratio * self.lr,
             num_cycles=self.num_cycles,
             override_optimizer_config=self.override_optimizer_config,
             total_training_steps=total_training_steps,
@@ -184,7 +194,7 @@ class SFTRunConfig:
 
 
 @dataclass
-class SFTTrainerConfig:
+class SFTTrainerConfig(ConfigGroup):
     data: SFTDataConfig = nested(SFTDataConfig)
     model: SFTModelConfig = nested(SFTModelConfig)
     optim: SFTOptimizerConfig = nested(SFTOptimizerConfig)

@@ -7,6 +7,12 @@ from typing import Any
 from caldera.config.fields import as_list, shown
 from caldera.config.machine import default_dtype, uses_ray
 from caldera.config.sft import EACH_EPOCH, SFTTrainerConfig
+from caldera.config.sft_strategies import (
+    check_supervised_ranks,
+    check_supervised_strategy,
+    memory_of_supervised,
+    supervised_token_sharers,
+)
 from caldera.config.validate import (
     check_betas,
     check_contents,
@@ -31,6 +37,7 @@ def check_supervised(config: SFTTrainerConfig) -> None:
     check_layout("trainer.checkpoint", trainer.checkpoint)
     check_dtypes("model.fsdp_config", config.model.fsdp_config)
     check_betas("optim", config.optim.betas)
+    check_supervised_strategy(config)
     _check_tokens(config)
 
 
@@ -79,7 +86,7 @@ def _check_frequency(key: str, value: Any) -> None:
 
 
 def _check_tokens(config: SFTTrainerConfig) -> None:
-    data, sharers = config.data, config.ulysses_sequence_parallel_size
+    data, sharers = config.data, supervised_token_sharers(config)
     if data.use_dynamic_bsz and data.max_token_len_per_gpu * sharers < data.max_length:
         shared = f" x {sharers} ranks" if sharers > 1 else ""
         raise ConfigError(
@@ -97,7 +104,7 @@ def resolve_supervised(
     `gpus` are those of this machine, or of a node of the cluster; `launched` has the nodes and the
     processes of each where somebody has started these already.
     """
-    trainer, memory = config.trainer, config.model.fsdp_config
+    trainer = config.trainer
     chosen = []
     if launched is not None:
         _take_launched(config, *launched)
@@ -124,9 +131,10 @@ def resolve_supervised(
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has {gpus} GPUs"
         )
     _check_devices(config, trainer.n_gpus_per_node * trainer.nnodes)
+    name, memory = memory_of_supervised(config)
     if memory.dtype is None:
         memory.dtype = default_dtype(trainer.device, memory)
-        chosen.append(f"model.fsdp_config.dtype={memory.dtype}")
+        chosen.append(f"model.{name}.dtype={memory.dtype}")
     return chosen
 
 
@@ -152,15 +160,7 @@ def _take_launched(config: SFTTrainerConfig, nodes: int, processes: int) -> None
 
 def _check_devices(config: SFTTrainerConfig, devices: int) -> None:
     """Every rank gets as many samples as the others."""
-    tokens = config.ulysses_sequence_parallel_size
-    matrices = config.model.fsdp_config.tensor_parallel_size
-    if devices % (tokens * matrices):
-        raise ConfigError(
-            f"ulysses_sequence_parallel_size={tokens} x model.fsdp_config.tensor_parallel_size="
-            f"{matrices} ranks do not divide the {devices} devices "
-            "(trainer.n_gpus_per_node x trainer.nnodes)"
-        )
-    parts = devices // (tokens * matrices)
+    parts = devices // check_supervised_ranks(config, devices)
     if config.data.train_batch_size % parts:
         raise ConfigError(
             f"data.train_batch_size={config.data.train_batch_size} samples cannot be shared by "

@@ -132,18 +132,23 @@ def check_strategies(config: PPOTrainerConfig) -> None:
     """Every role has keys of its own strategy alone, and they fit together."""
     every = roles(config)
     for role in every.values():
-        _check_keys(config, role)
-        if role.optim is not None:
-            _check_optimizer(role, role.optim)
-        if role.is_megatron:
-            _check_model(role)
-            _check_megatron(role)
+        check_role(config, role)
     if every["actor_rollout_ref.actor"].is_megatron or every["actor_rollout_ref.ref"].is_megatron:
         _check_full_kl(config)
     _check_layouts_alike([role for role in every.values() if role.is_megatron and role.is_needed])
 
 
-def _check_keys(config: PPOTrainerConfig, role: Role) -> None:
+def check_role(config: Any, role: Role) -> None:
+    """A role of a run with this config has keys of its own strategy alone, and they fit."""
+    _check_keys(config, role)
+    if role.optim is not None:
+        _check_optimizer(role, role.optim)
+    if role.is_megatron:
+        _check_model(role)
+        _check_megatron(role)
+
+
+def _check_keys(config: Any, role: Role) -> None:
     foreign = TORCH_KEYS if role.is_megatron else MEGATRON_KEYS
     for key, field, value in walk(role.node, f"{role.name}."):
         own = key.removeprefix(f"{role.name}.")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from caldera.config.fields import listed, option, refused
+from caldera.config.fields import ConfigGroup, listed, option, refused
 
 
 @dataclass
-class TrainerConfig:
+class TrainerConfig(ConfigGroup):
     balance_batch: bool = True
     """Deal samples to ranks so that all have the same work."""
     total_epochs: int = option(30, minimum=1, unit="epochs")
@@ -22,8 +22,10 @@ class TrainerConfig:
     """Name of the run."""
     logger: Any = listed("console", "file")
     """Where metrics go: names of loggers."""
+    wandb_proxy: str | None = None
+    """Proxy through which the logger wandb reaches its server; null: none."""
     log_val_generations: int = option(0, minimum=0, unit="samples")
-    """Validation answers that are shown at each validation."""
+    """Validation answers that every logger shows at each validation, if it can as a table."""
     rollout_data_dir: str | None = None
     """Folder for every training answer, one JSON-lines file a step; null: not kept."""
     validation_data_dir: str | None = None

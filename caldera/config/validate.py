@@ -14,6 +14,7 @@ from caldera.config.fields import as_list, shown
 from caldera.config.machine import memories
 from caldera.config.optim import CONTENTS, CheckpointConfig, FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig
+from caldera.config.profiling import ProfilerConfig, check_profilers
 from caldera.config.reward_checks import check_reward_model
 from caldera.config.rollout_presets import check_rollout_correction, rollout_correction_preset
 from caldera.config.strategies import check_strategies
@@ -45,7 +46,20 @@ def check_consistency(config: PPOTrainerConfig) -> None:
     _check_correction(config)  # before the algorithm's: it applies the preset
     _check_algorithm(config)
     _check_data(config)
+    check_profilers(config.global_profiler, profilers_of(config))
     _warn_of_doubtful_values(config)
+
+
+def profilers_of(config: PPOTrainerConfig) -> dict[str, ProfilerConfig]:
+    """What each role records, by its key."""
+    parts = config.actor_rollout_ref
+    return {
+        "actor_rollout_ref.actor.profiler": parts.actor.profiler,
+        "actor_rollout_ref.ref.profiler": parts.ref.profiler,
+        "actor_rollout_ref.rollout.profiler": parts.rollout.profiler,
+        "critic.profiler": config.critic.profiler,
+        "reward_model.profiler": config.reward_model.profiler,
+    }
 
 
 def _check_required(config: PPOTrainerConfig) -> None:

@@ -17,12 +17,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
 
 from caldera.config import ModelConfig
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.models.adapters import VALUE_HEAD, merged_weights, plain_name, with_adapter
+from caldera.models.attention import ATTENTION
 from caldera.models.exact import exactness
 from caldera.models.exact_mode import in_exactness
 from caldera.models.forward import base_module
@@ -131,6 +133,32 @@ def is_language_model(config: ModelSource, key: str) -> bool:
     with _told_as_config_error(config, key):
         saved = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     return any(name.endswith("ForCausalLM") for name in saved.architectures or ())
+
+
+def shape_of_policy(config: ModelConfig, key: str) -> nn.Module:
+    """What `load_policy` loads, on the meta device: of the model's files config.json is enough."""
+    model = _shape(AutoModelForCausalLM, config, key)
+    if not config.has_adapter:
+        return model
+    return with_adapter(model, config, "CAUSAL_LM", 0, key, empty=True)[0]
+
+
+def shape_of_classifier(config: ModelSource, key: str) -> nn.Module:
+    """The same of a model with one output a token instead of a language head."""
+    return _shape(AutoModelForTokenClassification, config, key, num_labels=1)
+
+
+def _shape(factory: Any, config: ModelSource, key: str, **extra: Any) -> PreTrainedModel:
+    import_external(config, key)
+    folder, remote = _folder(config, key, WEIGHT_FILES), config.trust_remote_code
+    with _told_as_config_error(config, key):
+        changes = {**config.override_config, **extra}
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=remote, **changes)
+        with torch.device("meta"):
+            model: PreTrainedModel = factory.from_config(
+                found, attn_implementation=ATTENTION, trust_remote_code=remote
+            )
+    return model
 
 
 def enable_checkpointing(module: nn.Module) -> None:

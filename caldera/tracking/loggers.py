@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from caldera.errors import DataError
 from caldera.registry import Registry
 from caldera.tracking.console import format_number, print_line
 from caldera.tracking.dumps import json_line, read_jsonl, write_jsonl_atomic
 
-__all__ = ["LOGGERS", "ConsoleLogger", "FileLogger", "LoggedRun", "Logger"]
+__all__ = ["LOGGERS", "ConsoleLogger", "FileLogger", "Generation", "LoggedRun", "Logger"]
+
+Generation: TypeAlias = tuple[str, str, float]
+"""(input, output, score) of a validation answer."""
+GENERATION_COLUMNS = ("step", "input", "output", "score")
+GENERATIONS = "val/generations"
+"""What back ends call the table of validation answers."""
 
 
 class Logger(Protocol):
-    """Receives the metrics of every step."""
+    """Receives the metrics of every step, and the answers that are shown of a validation."""
 
     def log(self, data: dict[str, float], step: int) -> None: ...
+
+    def log_generations(self, samples: Sequence[Generation], step: int) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -51,22 +59,37 @@ class ConsoleLogger:
         values = (f"{name}:{format_number(value)}" for name, value in data.items())
         print_line(" - ".join([f"step:{step}", *values]))
 
+    def log_generations(self, samples: Sequence[Generation], step: int) -> None:
+        for prompt, output, score in samples:
+            print_line(f"[validation, step {step}, score {score:g}] {prompt}\n{output}")
+
     def finish(self) -> None:
         pass
 
 
 @LOGGERS.register("file")
 class FileLogger:
-    """One line of JSON a row, `{"step": N, "data": {...}}`, on disk as soon as it is logged."""
+    """One line of JSON a row, `{"step": N, "data": {...}}`, on disk as soon as it is logged.
+
+    Validation answers go into NAME.generations.jsonl beside it, one a line.
+    """
 
     def __init__(self, run: LoggedRun) -> None:
         path = _metrics_path(run)
         _rewind(path, run.resume_step)
+        self._generations = path.with_suffix(".generations.jsonl")
+        if self._generations.exists():
+            _rewind(self._generations, run.resume_step)
         self._file = path.open("a", encoding="utf-8", newline="\n")
 
     def log(self, data: dict[str, float], step: int) -> None:
         self._file.write(json_line({"step": step, "data": data}))
         self._file.flush()
+
+    def log_generations(self, samples: Sequence[Generation], step: int) -> None:
+        with self._generations.open("a", encoding="utf-8", newline="\n") as file:
+            for sample in samples:
+                file.write(json_line(dict(zip(GENERATION_COLUMNS, (step, *sample), strict=True))))
 
     def finish(self) -> None:
         self._file.close()

@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, SupportsFloat
 
-from caldera.tracking.loggers import LOGGERS, LoggedRun, Logger
+from caldera.errors import ConfigError, UnsupportedError
+from caldera.tracking import backends
+from caldera.tracking.background import BackgroundLogger, PromptLogger
+from caldera.tracking.loggers import LOGGERS, Generation, LoggedRun
 
-__all__ = ["Tracking"]
+__all__ = ["Tracking", "check_loggers"]
+
+PROMPT = ("console", "file")
+"""Loggers without a server: their rows are out when `log` returns."""
+REFUSED = {
+    "vemlp_wandb": "it belongs to a platform whose package is not public",
+    "rl_insight": "it has no public package",
+}
+"""Loggers that verl has and Caldera has not."""
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Every name is that of a logger whose package is installed."""
+    for name in names:
+        if reason := REFUSED.get(name):
+            known = ", ".join(LOGGERS)
+            raise UnsupportedError(f"trainer.logger={name!r}: {reason}; takes {known}")
+        _ = LOGGERS[name]  # an unknown one raises, and lists the known ones
+        package = backends.PACKAGES.get(name)
+        if package is not None and find_spec(package.module) is None:
+            raise ConfigError(
+                f"trainer.logger={name!r} needs the package {package.module}: "
+                f"pip install {package.install}"
+            )
 
 
 class Tracking:
     """Logs to one or more back ends (`trainer.logger`), named as in `LOGGERS`.
 
-    With `resume_step`, back ends that keep rows drop those of later steps first.
+    With `resume_step`, back ends that keep rows drop those of later steps first. A back end that
+    fails is told of once, and what it loses is counted in `tracking/lost_rows`; the others go on.
     """
 
     def __init__(
@@ -29,21 +58,34 @@ class Tracking:
         resume_step: int = 0,
     ) -> None:
         run = LoggedRun(project_name, experiment_name, config, Path(run_dir), resume_step)
-        names = [default_backend] if isinstance(default_backend, str) else default_backend
-        # All names are looked up before the first logger opens anything.
-        factories = [LOGGERS[name] for name in dict.fromkeys(names)]
+        given = [default_backend] if isinstance(default_backend, str) else default_backend
+        names = list(dict.fromkeys(given))
+        check_loggers(names)  # all of them, before the first one opens anything
         with ExitStack() as opened:
-            self._loggers: list[Logger] = []
-            for factory in factories:
-                self._loggers.append(factory(run))
+            self._loggers: list[PromptLogger | BackgroundLogger] = []
+            for name in names:
+                kind = PromptLogger if name in PROMPT else BackgroundLogger
+                self._loggers.append(kind(name, partial(LOGGERS[name], run)))
                 opened.callback(self._loggers[-1].finish)
             self._opened = opened.pop_all()
 
     def log(self, data: Mapping[str, SupportsFloat], step: int) -> None:
         """Send one row of metrics to every back end."""
         row = {name: _plain_number(value) for name, value in data.items()}
+        if lost := self.lost_rows:
+            row["tracking/lost_rows"] = lost
         for logger in self._loggers:
             logger.log(row, step)
+
+    def log_generations(self, samples: Sequence[Generation], step: int) -> None:
+        """Show validation answers in every back end."""
+        for logger in self._loggers if samples else ():
+            logger.log_generations(samples, step)
+
+    @property
+    def lost_rows(self) -> int:
+        """Rows and tables that back ends have lost so far."""
+        return sum(logger.losses.count for logger in self._loggers)
 
     def finish(self) -> None:
         """Close every back end; a second call does nothing."""

@@ -12,7 +12,13 @@ from caldera.trainer.sft.command import SupervisedCommand
 
 DPO = SupervisedCommand(
     prog="caldera dpo",
-    description="Train a language model to prefer one answer of each pair to the other.",
+    description="""\
+Train a language model to prefer one answer of each pair to the other: direct
+preference optimisation.
+
+  caldera dpo model.partial_pretrain=MODEL dpo.beta=0.1 \\
+    data.train_files=pairs.parquet data.val_files=test.parquet
+""",
     config_name="dpo_trainer",
     schema=DPOTrainerConfig,
     objective="caldera.workers.preference:DIRECT",

@@ -1,19 +1,37 @@
-"""What every entry point does around its work: logging, and errors that a person can act on."""
+"""What every entry point does around its work: the command line, logging, and errors that a person
+can act on."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
+import pydoc
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
 
 from rich.logging import RichHandler
 
+from caldera.config import (
+    SHORT_PROFILE,
+    PPOTrainerConfig,
+    annotated_yaml,
+    compose_config,
+    help_text,
+)
 from caldera.errors import CalderaError
 from caldera.tracking.console import CONSOLE
+from caldera.trainer.environment import check_environment
 
 USER_ERROR = 2
+VERLS_FOLDER = "config"
+"""Where verl has its YAML files, relative to its entry points."""
+
+C = TypeVar("C")
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -28,7 +46,10 @@ def run_entry_point(work: Callable[[], None]) -> int:
     handler = RichHandler(console=CONSOLE, show_path=False, show_time=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     logging.getLogger("caldera").setLevel(level)
+    if sft_level := os.environ.get("VERL_SFT_LOGGING_LEVEL"):
+        logging.getLogger("caldera.trainer.sft").setLevel(sft_level.upper())
     try:
+        check_environment()
         work()
     except CalderaError as error:
         if os.environ.get("CALDERA_TRACEBACK") == "1":
@@ -36,3 +57,97 @@ def run_entry_point(work: Callable[[], None]) -> int:
         sys.stderr.write(f"caldera: error: {error}\n")
         return USER_ERROR
     return 0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command line says."""
+
+    overrides: list[str]
+    config_name: str
+    config_path: str | None
+    help: str | None
+    """None: not asked for; empty: all of it; else the key that it is about."""
+    cfg: str | None
+
+    @property
+    def only_tells(self) -> bool:
+        return self.help is not None or self.cfg is not None
+
+
+@dataclass(frozen=True)
+class ConfigCommand(Generic[C]):
+    """A command that takes `key=value ...`, and shows its keys and its config."""
+
+    prog: str
+    description: str
+    """Its first paragraph says what it does; examples follow."""
+    config_name: str
+    schema: type[C]
+
+    def parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(
+            prog=self.prog, description=self.description, add_help=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        parser.add_argument(
+            *("-h", "--help"), nargs="?", const="", metavar="KEY",
+            help="show this and every key; with KEY, a key or group, that alone",
+        )  # fmt: skip
+        parser.add_argument(
+            "--config-name", default=self.config_name, metavar="NAME",
+            help=f"YAML file to start from ({self.config_name})",
+        )  # fmt: skip
+        parser.add_argument(
+            "--config-path", metavar="FOLDER", help="folder of that file (Caldera's own)"
+        )
+        parser.add_argument(
+            "--cfg", choices=self._shown(),
+            help="print the resolved config and stop: job, all of it"
+            + ("; short, what most runs set" if "short" in self._shown() else ""),
+        )  # fmt: skip
+        parser.add_argument("key=value", nargs="*", help="values of config keys")
+        return parser
+
+    def read(self, argv: Sequence[str] | None = None) -> Asked:
+        """What the command line says; by default that of this process."""
+        options, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+        given = self.parser().parse_args(options)
+        # What is no override is told so by the loader.
+        overrides += getattr(given, "key=value")
+        name = given.config_name.removesuffix(".yaml")
+        path = _own_or_given(given.config_path, name)
+        return Asked(overrides, name, path, given.help, given.cfg)
+
+    def run(
+        self,
+        asked: Asked,
+        load: Callable[[Sequence[str], str, str | None], C],
+        work: Callable[[C], None],
+    ) -> int:
+        """Show what was asked for, or do the work; returns the exit status."""
+        source = (asked.overrides, asked.config_name, asked.config_path)
+        if asked.help is not None:
+            keys = help_text(self.schema, asked.help)
+            pydoc.pager(keys if asked.help else f"{self.parser().format_help()}\n{keys}")
+            return 0
+
+        def show_or_work() -> None:
+            if asked.cfg == "short":
+                composed = compose_config(*source, self.schema)
+                sys.stdout.write(annotated_yaml(composed, SHORT_PROFILE))
+            elif asked.cfg == "job":
+                sys.stdout.write(annotated_yaml(load(*source)))
+            else:
+                work(load(*source))
+
+        return run_entry_point(show_or_work)
+
+    def _shown(self) -> list[str]:
+        return ["job", "short"] if self.schema is PPOTrainerConfig else ["job"]
+
+
+def _own_or_given(path: str | None, name: str) -> str | None:
+    """A folder of YAML files; None is Caldera's own, which stands for verl's."""
+    is_verls = path is not None and os.path.normpath(path) == VERLS_FOLDER
+    return None if is_verls and not Path(VERLS_FOLDER, f"{name}.yaml").is_file() else path

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import pydoc
 import sys
 from collections.abc import Sequence
 
-from caldera.config import compose_config, help_text
+from caldera.config import compose_config
 from caldera.config.fields import check_values
 from caldera.config.generation_checks import check_generation
 from caldera.config.offline import GenerationConfig
-from caldera.trainer.entry import run_entry_point, split_overrides
+from caldera.trainer.entry import ConfigCommand
 
-HELP = """\
+GENERATE = ConfigCommand(
+    prog="caldera generate",
+    description="""\
 Sample answers to the prompts in a file: its columns, and `responses` with the
 answers to each prompt, are written to a parquet file that `caldera eval` scores.
 A run that was ended goes on when the same command is given again.
@@ -23,40 +23,32 @@ A run that was ended goes on when the same command is given again.
     data.n_samples=1 rollout.temperature=0
   caldera generate rollout.url=http://host:8000 rollout.top_k=-1 model.path=NAME \\
     data.path=test.parquet data.output_path=out.parquet
-"""
+""",
+    config_name="generation",
+    schema=GenerationConfig,
+)
+
+
+def load_generation(
+    overrides: Sequence[str], config_name: str, config_path: str | None
+) -> GenerationConfig:
+    """The config of a generation, with every value checked."""
+    config = compose_config(overrides, config_name, config_path, GenerationConfig)
+    check_values(config)
+    check_generation(config)
+    return config
+
+
+def run_generation(config: GenerationConfig) -> None:
+    """Sample as the config says."""
+    from caldera.trainer.generation.run import generate  # torch takes seconds to import
+
+    generate(config)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="caldera generate", description=HELP, add_help=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument(
-        *("-h", "--help"), nargs="?", const="", metavar="KEY",
-        help="show this and every key; with KEY, a key or group, that alone",
-    )  # fmt: skip
-    parser.add_argument("--config-name", default="generation", help="YAML file to start from")
-    parser.add_argument("--config-path", help="folder of that file; default: Caldera's own")
-    parser.add_argument("key=value", nargs="*", help="values of config keys")
-    options, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-    arguments = parser.parse_args(options)
-    if arguments.help is not None:
-        keys = help_text(GenerationConfig, arguments.help)
-        pydoc.pager(keys if arguments.help else f"{parser.format_help()}\n{keys}")
-        return 0
-
-    def work() -> None:
-        given = [*overrides, *getattr(arguments, "key=value")]
-        name, path = arguments.config_name, arguments.config_path
-        config = compose_config(given, name, path, GenerationConfig)
-        check_values(config)
-        check_generation(config)
-        from caldera.trainer.generation.run import generate
-
-        generate(config)
-
-    return run_entry_point(work)
+    return GENERATE.run(GENERATE.read(argv), load_generation, run_generation)
 
 
 if __name__ == "__main__":

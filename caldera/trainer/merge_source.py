@@ -43,6 +43,8 @@ class Reading:
     is_value_model: bool = False
     tie_word_embedding: bool = False
     trust_remote_code: bool = False
+    hf_model_path: Path | None = None
+    """Folder with the config and tokenizer; None: the checkpoint's own."""
 
 
 def role_folder(folder: Path) -> Path:
@@ -61,7 +63,7 @@ class CheckpointModel:
 
     def __init__(self, folder: Path, reading: Reading) -> None:
         self.folder = role_folder(folder)
-        self.descriptions = self.folder / DESCRIPTIONS
+        self.descriptions = reading.hf_model_path or self.folder / DESCRIPTIONS
         self.stored = StoredModel(self.folder)
         if not self.stored.tensors:
             raise CheckpointError(f"{self.folder} holds no model, only other parts of a checkpoint")
@@ -191,7 +193,8 @@ class CheckpointModel:
             )
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"{self.descriptions} does not tell what model this is: {error}"
+                f"{self.descriptions} does not tell what model this is (--hf-model-path names a "
+                f"folder that does): {error}"
             ) from error
         if self._reading.tie_word_embedding:
             config.tie_word_embeddings = True
@@ -206,7 +209,7 @@ class CheckpointModel:
             kind, name = ("lacks", min(missing)) if missing else ("has besides", min(unexpected))
             raise CheckpointError(
                 f"{self.folder} is no {type(base_module(module)).__name__}, as "
-                f"{DESCRIPTIONS}/config.json has it: the checkpoint {kind} {name}"
+                f"{self.descriptions}/config.json has it: the checkpoint {kind} {name}"
             )
 
 

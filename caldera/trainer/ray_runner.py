@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from caldera.config import PPOTrainerConfig, SFTTrainerConfig
+from caldera.config.offline import GenerationConfig
 from caldera.errors import CalderaError, ConfigError, WorkerError
 from caldera.single_controller import (
     ClassWithInitArgs,
@@ -29,6 +32,8 @@ from caldera.single_controller.ray_pool import (
     gpus_per_node,
 )
 from caldera.single_controller.resource_pool import Slot
+from caldera.trainer.bundle import COMMAND_VARIABLE
+from caldera.trainer.generation.run import SECONDS_OF_SAMPLING
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +50,16 @@ FORWARDING_S = 2.0
 """How long Ray may take to forward the last lines that the driver wrote."""
 REACH_S = 10.0
 """How long the cluster's address may take to answer."""
-OWN_PREFIXES = ("AWS_", "AZURE_", "CALDERA_", "FSSPEC_", "GOOGLE_", "HF_", "VERL_", "WANDB_")
-"""Variables of the user's shell that hold in all processes: Caldera's, and the keys of stores."""
+OWN_PREFIXES = (
+    "AWS_", "AZURE_", "CALDERA_", "CLEARML_", "FSSPEC_", "GOOGLE_", "HF_", "MLFLOW_", "SWANLAB_",
+    "TENSORBOARD_", "TRACKIO_", "VERL_", "WANDB_",
+)  # fmt: skip
+"""Variables of the user's shell that hold in all processes: Caldera's, and those of stores and
+loggers."""
 
 
-RunConfig: TypeAlias = PPOTrainerConfig | SFTTrainerConfig
-C = TypeVar("C", PPOTrainerConfig, SFTTrainerConfig)
+RunConfig: TypeAlias = PPOTrainerConfig | SFTTrainerConfig | GenerationConfig
+C = TypeVar("C", PPOTrainerConfig, SFTTrainerConfig, GenerationConfig)
 
 
 class RayGroups:
@@ -116,6 +125,8 @@ def run_on_ray(config: C, settle: Settle[C], build_and_fit: BuildAndFit[C]) -> N
 
     `build_and_fit` runs in an actor: it must be a function that can be imported there.
     """
+    # The bundle is written by the driver, whose command line is another one.
+    os.environ.setdefault(COMMAND_VARIABLE, json.dumps(sys.orig_argv))
     is_own = connect(config)
     try:
         settle(config, gpus_per_node())
@@ -140,6 +151,8 @@ def _pools(config: RunConfig) -> list[RayResourcePool]:
 def _timeout_s(config: RunConfig) -> float:
     if isinstance(config, PPOTrainerConfig):
         return config.actor_rollout_ref.nccl_timeout
+    if isinstance(config, GenerationConfig):
+        return SECONDS_OF_SAMPLING
     return config.trainer.nccl_timeout
 
 

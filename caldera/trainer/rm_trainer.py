@@ -12,7 +12,12 @@ from caldera.trainer.sft.command import SupervisedCommand
 
 REWARD_MODEL = SupervisedCommand(
     prog="caldera rm",
-    description="Train a reward model on pairs of answers, of which one was preferred.",
+    description="""\
+Train a reward model on pairs of answers, of which one was preferred.
+
+  caldera rm model.partial_pretrain=MODEL \\
+    data.train_files=pairs.parquet data.val_files=test.parquet
+""",
     config_name="rm_trainer",
     schema=RewardModelTrainerConfig,
     objective="caldera.workers.preference:REWARD_MODEL",

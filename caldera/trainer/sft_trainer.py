@@ -13,7 +13,14 @@ from caldera.trainer.sft.command import SupervisedCommand
 
 SFT = SupervisedCommand(
     prog="caldera sft",
-    description="Fine-tune a language model on answers, or on whole conversations.",
+    description="""\
+Fine-tune a language model on answers, or on whole conversations.
+
+  caldera sft model.partial_pretrain=MODEL data.train_files=train.parquet \\
+    data.val_files=test.parquet data.prompt_key=question data.response_key=answer
+  torchrun --nproc_per_node=8 -m caldera.trainer.sft_trainer \\
+    model.path=MODEL data.train_files=talks.parquet data.val_files=talks.parquet
+""",
     config_name="sft_trainer",
     schema=SFTTrainerConfig,
     objective="caldera.workers.objective:FINE_TUNING",

@@ -20,7 +20,6 @@ from caldera.rollout import ROLLOUTS, Rollout
 from caldera.rollout.batch import completions_to_batch, requests_from_batch
 from caldera.single_controller import (
     Dispatch,
-    Worker,
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
@@ -38,6 +37,7 @@ from caldera.workers.inputs import MASKED_ANSWERS, POLICY_LOSS, PROMPTS, REWARD_
 from caldera.workers.losses import policy_loss
 from caldera.workers.phases import mfu_timer, on_device
 from caldera.workers.plans import log_prob_plan, update_plan
+from caldera.workers.profiling import ProfiledWorker, profiled
 from caldera.workers.scoring import MakeScorer, NoScoring, RolloutScoring, Scorer
 from caldera.workers.sharding_manager import ShardingManager
 from caldera.workers.updates import train_epochs
@@ -49,7 +49,7 @@ ON_ACTOR = make_nd_compute_dataproto_dispatch_fn("actor")
 """Rows go to ranks as the actor's engine lays them out; the reference is laid out alike."""
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(ProfiledWorker):
     """Actor, sampler and, when the role says so, reference, on the same device."""
 
     def __init__(
@@ -57,7 +57,8 @@ class ActorRolloutRefWorker(Worker):
         make_scorer: MakeScorer | None = None,
     ) -> None:  # fmt: skip
         """`make_scorer` makes what scores answers as they are sampled."""
-        super().__init__()
+        profilers = {part: getattr(config, part).profiler for part in ("actor", "ref", "rollout")}
+        super().__init__(profilers)
         self.config = config
         self.device = torch.device(device)
         self._with_reference = "ref" in role
@@ -85,6 +86,7 @@ class ActorRolloutRefWorker(Worker):
         self.actor.offload()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=PROMPTS)
+    @profiled("rollout")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Sample one answer a row; the row's `sample_seed` decides its random numbers."""
         config, meta = self.config.rollout, prompts.meta_info
@@ -99,6 +101,7 @@ class ActorRolloutRefWorker(Worker):
         ))  # fmt: skip
 
     @register(dispatch_mode=ON_ACTOR, needs=MASKED_ANSWERS)
+    @profiled("actor")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Adds old_log_probs and entropys, and where the config asks for it sum_pi_squared."""
         keys: dict[OutputName, str] = {"log_probs": "old_log_probs", "entropy": "entropys"}
@@ -109,6 +112,7 @@ class ActorRolloutRefWorker(Worker):
         return DataProto.from_dict(tensors, meta_info={"metrics": mfu})
 
     @register(dispatch_mode=ON_ACTOR, needs=MASKED_ANSWERS)
+    @profiled("ref")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Adds ref_log_prob, and full_kl, that of the actor as it is now, if meta_info asks so."""
         assert self.reference is not None, "this worker's role has no reference"
@@ -121,6 +125,7 @@ class ActorRolloutRefWorker(Worker):
         return DataProto.from_dict(tensors)
 
     @register(dispatch_mode=ON_ACTOR, needs=(*MASKED_ANSWERS, *POLICY_LOSS))
+    @profiled("actor")
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on the batch; returns metrics alone."""
         actor = self.config.actor
@@ -138,6 +143,7 @@ class ActorRolloutRefWorker(Worker):
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @profiled("rollout")
     def update_weights(self) -> None:
         """Give the sampler the actor's newest weights now, not when it is next asked to sample."""
         self.sharding_manager.update_weights()

@@ -13,7 +13,6 @@ from caldera.models.loading import DTYPES, build_value_model
 from caldera.protocol import DataProto
 from caldera.single_controller import (
     Dispatch,
-    Worker,
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
@@ -29,14 +28,15 @@ from caldera.workers.building import (
 from caldera.workers.inputs import MASKED_ANSWERS, VALUE_LOSS
 from caldera.workers.losses import value_loss
 from caldera.workers.phases import on_device
+from caldera.workers.profiling import ProfiledWorker, profiled
 from caldera.workers.updates import train_epochs
 
 ON_CRITIC = make_nd_compute_dataproto_dispatch_fn("critic")
 
 
-class CriticWorker(Worker):
+class CriticWorker(ProfiledWorker):
     def __init__(self, config: CriticConfig, rollout_n: int, device: str) -> None:
-        super().__init__()
+        super().__init__({"critic": config.profiler})
         self.config = config
         self.rollout_n = rollout_n
         self.device = torch.device(device)
@@ -60,6 +60,7 @@ class CriticWorker(Worker):
         self.engine.offload()
 
     @register(dispatch_mode=ON_CRITIC, needs=MASKED_ANSWERS)
+    @profiled("critic")
     def compute_values(self, data: DataProto) -> DataProto:
         """Adds values."""
         config = self.config
@@ -72,6 +73,7 @@ class CriticWorker(Worker):
         return DataProto.from_dict({"values": values})
 
     @register(dispatch_mode=ON_CRITIC, needs=(*MASKED_ANSWERS, *VALUE_LOSS))
+    @profiled("critic")
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on the batch; returns metrics alone."""
         config = self.config

@@ -24,7 +24,6 @@ from caldera.models.loading import (
 from caldera.protocol import DataProto
 from caldera.single_controller import (
     Dispatch,
-    Worker,
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
@@ -39,6 +38,7 @@ from caldera.workers.chat_server import ChatServer, serve_language_model
 from caldera.workers.http_server import own_address
 from caldera.workers.inputs import CONVERSATIONS
 from caldera.workers.phases import on_device
+from caldera.workers.profiling import ProfiledWorker, profiled
 from caldera.workers.reward_inputs import RewardInputs, TokenLists, at_last_tokens, score_tokens
 from caldera.workers.reward_server import RewardServer, ServedModel
 
@@ -46,7 +46,7 @@ MODEL_KEY = "reward_model.model"
 ON_REWARD = make_nd_compute_dataproto_dispatch_fn("reward")
 
 
-class RewardModelWorker(Worker):
+class RewardModelWorker(ProfiledWorker):
     """Reads the actor's tokens, or conversations of its own making, and is never trained.
 
     Where the config asks for a server, every rank holds a whole model and serves it. That may be a
@@ -54,7 +54,7 @@ class RewardModelWorker(Worker):
     """
 
     def __init__(self, config: RewardModelConfig, device: str) -> None:
-        super().__init__()
+        super().__init__({"reward_model": config.profiler})
         self.config = config
         self.device = torch.device(device)
         self.server: RewardServer | ChatServer | None = None
@@ -98,6 +98,7 @@ class RewardModelWorker(Worker):
         )
 
     @register(dispatch_mode=ON_REWARD, needs=CONVERSATIONS)
+    @profiled("reward_model")
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Adds rm_scores (B, R): each answer's score at its last token, 0 elsewhere.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from caldera.config import SFTTrainerConfig
+from caldera.config import FSDPConfig, SFTTrainerConfig
 from caldera.engine import Engine, EngineOptions, ForwardPlan
 from caldera.models.forward import without_adapter
 from caldera.models.loading import DTYPES, Built
@@ -17,7 +17,14 @@ from caldera.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from caldera.workers.building import build_engine, compiles, register_mesh, save_role
+from caldera.workers.building import (
+    build_engine,
+    compiles,
+    megatron_of,
+    memory_of,
+    register_mesh,
+    save_role,
+)
 from caldera.workers.objective import Objective
 from caldera.workers.phases import on_device
 from caldera.workers.updates import train_epochs
@@ -43,12 +50,12 @@ class SupervisedWorker(Worker):
     def init_model(self) -> None:
         """Load the weights, and build the engine and, where there is one, the reference."""
         config, model = self.config, self.config.model
-        memory = model.fsdp_config
+        memory = self._memory()
         options = EngineOptions(
             memory, config.optim.for_engine(self.total_steps), config.optim.clip_grad,
             config.ulysses_sequence_parallel_size, model.enable_gradient_checkpointing,
             model.enable_activation_offload, compiles(self.device, memory.use_torch_compile),
-            config.trainer.checkpoint,
+            config.trainer.checkpoint, megatron=megatron_of(model.strategy, model.megatron),
         )  # fmt: skip
         self.engine = build_engine(model.strategy, self._build, self.device, options)
         register_mesh(self, MESH, self.engine)
@@ -100,20 +107,25 @@ class SupervisedWorker(Worker):
             self.engine.load(folder, self.config.trainer.checkpoint.load_contents)
 
     def _build(self, empty: bool) -> Built:
-        memory = self.config.model.fsdp_config
+        memory = self._memory()
         return self.objective.build(self.config, DTYPES[memory.model_dtype], memory.seed, empty)
+
+    def _memory(self) -> FSDPConfig:
+        model = self.config.model
+        return memory_of(model.strategy, model.fsdp_config, model.megatron, self.device)
 
     def _build_reference(self) -> Engine | None:
         """With an adapter it is the model itself, to be run without it."""
         if not self.objective.needs_reference(self.config):
             return None
-        model = self.config.model
+        model, memory = self.config.model, self._memory()
         if model.has_adapter:
             return self.engine
         options = EngineOptions(
-            model.fsdp_config,
+            memory,
             sequence_parallel=self.config.ulysses_sequence_parallel_size,
-            compiles=compiles(self.device, model.fsdp_config.use_torch_compile),
+            compiles=compiles(self.device, memory.use_torch_compile),
+            megatron=megatron_of(model.strategy, model.megatron),
         )
         engine = build_engine(model.strategy, self._build, self.device, options)
         engine.offload()

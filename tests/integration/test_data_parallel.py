@@ -6,10 +6,8 @@ what they found out is read by the tests below.
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.connection
 import os
-import runpy
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +27,10 @@ from caldera.engine import ranks as ranks_module
 from caldera.errors import ConfigError
 from caldera.protocol import DataProto
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from rank_processes import run_ranks
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all that the processes do
 P, R = 4, 8
@@ -265,26 +267,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(folder / "model")
     build_model(tokenizer, 0).save_pretrained(folder / "model")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "caldera.workers"])
-    ranks = [
-        context.Process(
-            target=runpy.run_path,
-            args=(__file__, {"RANK": rank, "FOLDER": folder}),
-            kwargs={"run_name": "rank"},
-            daemon=True,
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    while not any(process.exitcode for process in ranks) and any(rank.is_alive() for rank in ranks):
-        multiprocessing.connection.wait([rank.sentinel for rank in ranks if rank.is_alive()])
-    for process in ranks:
-        process.kill()  # one that still waits for another that has failed
-        process.join()
-    assert [process.exitcode for process in ranks] == [0, 0]
-    return [torch.load(folder / f"found_{rank}.pt", weights_only=False) for rank in range(2)]
+    return run_ranks(__file__, 2, folder, "caldera.workers")
 
 
 def assert_close(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:

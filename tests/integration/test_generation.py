@@ -23,6 +23,7 @@ from caldera.config.generation_checks import check_generation
 from caldera.config.offline import GenerationConfig
 from caldera.errors import ConfigError, DataError, RolloutError
 from caldera.trainer.generation import server as server_module
+from caldera.trainer.generation.parts import Parts
 from caldera.trainer.generation.run import generate
 
 ROWS, SAMPLES = 25, 3
@@ -181,9 +182,33 @@ def test_keys_that_do_not_fit(lab: Any, tmp_path: Path, more: tuple[str, ...], t
         generate(config_of(arguments(lab, tmp_path / "out.parquet", *more)))
 
 
-def test_several_nodes_are_refused(lab: Any, tmp_path: Path) -> None:
-    done = run(lab, "generate", *arguments(lab, tmp_path / "out.parquet", "trainer.nnodes=2"))
-    assert done.returncode == 2 and "trainer.nnodes=2 is not supported" in done.stderr
+def test_several_nodes_are_not_one(lab: Any, tmp_path: Path) -> None:
+    more = ("trainer.nnodes=2", "trainer.worker_group=local")
+    with pytest.raises(ConfigError, match=r"trainer\.nnodes=2 nodes need 'ray'"):
+        generate(config_of(arguments(lab, tmp_path / "out.parquet", *more)))
+
+
+def test_a_server_needs_no_nodes(lab: Any, tmp_path: Path) -> None:
+    more = ("rollout.url=http://127.0.0.1:1", "rollout.top_k=-1", "trainer.nnodes=2")
+    with pytest.raises(ConfigError, match=r"trainer\.nnodes=2: the server at rollout\.url samples"):
+        config_of(arguments(lab, tmp_path / "out.parquet", *more))
+
+
+def test_two_runs_do_not_write_one_file(lab: Any, tmp_path: Path) -> None:
+    output = tmp_path / "out.parquet"
+    with Parts(output, ROWS, 4).locked():
+        with pytest.raises(ConfigError, match="another run is writing it"):
+            generate(config_of(arguments(lab, output)))
+        assert not output.exists()
+    assert responses(generate(config_of(arguments(lab, output))))
+
+
+def test_a_folder_that_went_away_with_its_lock_is_made_again(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "out.parquet", ROWS, 4)
+    with parts.locked():
+        parts.folder.rmdir()
+        with parts.locked():  # of another folder, under the same name
+            assert parts.folder.is_dir()
 
 
 def test_prompts_that_cannot_be_answered(lab: Any, tmp_path: Path) -> None:

@@ -159,6 +159,16 @@ def test_verls_spelling_and_another_precision(tmp_path: Path, capsys: Any) -> No
     assert "21 tensors of the checkpoint against" in capsys.readouterr().out
 
 
+def test_a_checkpoint_that_does_not_tell_its_model(tmp_path: Path, capsys: Any) -> None:
+    source, out = checkpoint(build(), tmp_path / "actor"), tmp_path / "out"
+    elsewhere = (source / "huggingface").rename(tmp_path / "base")
+    assert run("--local_dir", source, "--target_dir", out) == 2
+    assert "--hf-model-path names a folder that does" in capsys.readouterr().err
+    assert run("--local_dir", source, "--target_dir", out, "--hf_model_path", elsewhere) == 0
+    assert AutoModelForCausalLM.from_pretrained(out).num_parameters() > 0
+    assert (out / "tokenizer.json").is_file()
+
+
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs a POSIX system")
 def test_shards_of_two_ranks(tmp_path: Path) -> None:
     group = LocalWorkerGroup(ResourcePool([2]), ClassWithInitArgs(Layouts), "shards")
@@ -370,6 +380,6 @@ def test_what_is_refused(tmp_path: Path, capsys: Any) -> None:
     config.write_text(
         config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3')
     )
-    assert "is no LlamaForCausalLM, as huggingface/config.json has it" in told(*common)
+    assert f"is no LlamaForCausalLM, as {config} has it" in told(*common)
     config.unlink()
     assert "does not tell what model this is" in told(*common)

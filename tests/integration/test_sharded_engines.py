@@ -6,10 +6,8 @@ together in every layout, and what they found out is read by the tests below.
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.connection
 import os
-import runpy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,6 +24,10 @@ from caldera.config import load_config, resolve_for_machine
 from caldera.demo.arithmetic import build_model, build_tokenizer
 from caldera.protocol import DataProto
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from rank_processes import run_ranks
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all that the processes do
 P, R, ROWS = 4, 8, 8
@@ -243,26 +245,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(folder / "model")
     build_model(tokenizer, 0).save_pretrained(folder / "model")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "caldera.workers"])
-    ranks = [
-        context.Process(
-            target=runpy.run_path,
-            args=(__file__, {"RANK": rank, "FOLDER": folder, "ONLY": os.environ.get("ONLY")}),
-            kwargs={"run_name": "rank"},
-            daemon=True,
-        )
-        for rank in range(4)
-    ]
-    for process in ranks:
-        process.start()
-    while not any(process.exitcode for process in ranks) and any(rank.is_alive() for rank in ranks):
-        multiprocessing.connection.wait([rank.sentinel for rank in ranks if rank.is_alive()])
-    for process in ranks:
-        process.kill()  # one that still waits for another that has failed
-        process.join()
-    assert [process.exitcode for process in ranks] == [0] * 4
-    return [torch.load(folder / f"found_{rank}.pt", weights_only=False) for rank in range(4)]
+    return run_ranks(__file__, 4, folder, "caldera.workers", ONLY=os.environ.get("ONLY"))
 
 
 CASES = [(n, kind, more) for n in LAYOUTS for kind in ("actor", "critic") for more in extras(n)]

@@ -6,9 +6,6 @@ what the one before has written, writes it again, and trains on.
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.connection
-import runpy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +22,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 pytest.importorskip("megatron.core")
-sys.path.append(str(Path(__file__).parent))  # the ranks have it too
+sys.path += map(str, Path(__file__).parents[:2])  # the ranks have them too
 
+from rank_processes import run_ranks
 from trials import HOST, LOSSES, MEMORY, PLANS, make_model, own_rows, source_of
 
 from caldera.cli import main
@@ -241,26 +239,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[Result]:
     """What each of the ranks found out."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "caldera.engine"])
-    ranks = [
-        context.Process(
-            target=runpy.run_path,
-            args=(__file__, {"RANK": rank, "FOLDER": folder}),
-            kwargs={"run_name": "rank"},
-            daemon=True,
-        )
-        for rank in range(4)
-    ]
-    for process in ranks:
-        process.start()
-    while not any(process.exitcode for process in ranks) and any(rank.is_alive() for rank in ranks):
-        multiprocessing.connection.wait([rank.sentinel for rank in ranks if rank.is_alive()])
-    for process in ranks:
-        process.kill()  # one that still waits for another that has failed
-        process.join()
-    assert [process.exitcode for process in ranks] == [0] * 4
-    return [torch.load(folder / f"found_{rank}.pt", weights_only=False) for rank in range(4)]
+    return run_ranks(__file__, 4, folder, "caldera.engine")
 
 
 @lru_cache

@@ -6,10 +6,7 @@ them train together in every layout, and what they found out is read by the test
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.connection
 import os
-import runpy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
-sys.path.append(str(Path(__file__).parent))  # the ranks have it too
+sys.path += map(str, Path(__file__).parents[:2])  # the ranks have them too
 
 import probes
+from rank_processes import run_ranks
 from trials import build_local, build_megatron, trial
 
 pytestmark = pytest.mark.megatron
@@ -140,26 +138,7 @@ def run_rank(rank: int, folder: Path, only: str | None) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     """What each of the ranks found out."""
     folder = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "caldera.engine"])
-    ranks = [
-        context.Process(
-            target=runpy.run_path,
-            args=(__file__, {"RANK": rank, "FOLDER": folder, "ONLY": os.environ.get("ONLY")}),
-            kwargs={"run_name": "rank"},
-            daemon=True,
-        )
-        for rank in range(4)
-    ]
-    for process in ranks:
-        process.start()
-    while not any(process.exitcode for process in ranks) and any(rank.is_alive() for rank in ranks):
-        multiprocessing.connection.wait([rank.sentinel for rank in ranks if rank.is_alive()])
-    for process in ranks:
-        process.kill()  # one that still waits for another that has failed
-        process.join()
-    assert [process.exitcode for process in ranks] == [0] * 4
-    return [torch.load(folder / f"found_{rank}.pt", weights_only=False) for rank in range(4)]
+    return run_ranks(__file__, 4, folder, "caldera.engine", ONLY=os.environ.get("ONLY"))
 
 
 def of_ranks(found: list[Result], name: str, kind: str) -> list[Result]:

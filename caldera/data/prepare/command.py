@@ -27,7 +27,7 @@ class DataCommand:
     """One call of the command: `run` does the work and leaves `status`, that of the process."""
 
     def __init__(self, arguments: Sequence[str], find_scorer: FindScorer) -> None:
-        self.options = _parser().parse_args(arguments)
+        self.options = parser().parse_args(arguments)
         self.find_scorer = find_scorer
         self.status = 0
 
@@ -80,12 +80,13 @@ def _tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="caldera data", description="Data sets to train on.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    whole = argparse.ArgumentParser(prog="caldera data", description="Data sets to train on.")
+    commands = whole.add_subparsers(dest="command", required=True, metavar="command")
     _add_prepare(commands)
     _add_check(commands)
-    return parser
+    return whole
 
 
 def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -32,13 +32,13 @@ def cut(batch: DataProto, plan: ForwardPlan, places: Places) -> list[MicroBatch]
     if plan.by_tokens:
         assert plan.max_tokens is not None
         most = plan.max_tokens * places.sequence.size
-        parts = micro_batches_by_tokens(lengths, most)
+        parts = micro_batches_by_tokens(lengths, most, together=plan.rows_together)
     else:
         assert plan.micro_batch_size is not None, "the config's check asks for it"
-        parts = micro_batches_by_count(len(batch), plan.micro_batch_size)
+        parts = micro_batches_by_count(len(batch), plan.micro_batch_size, plan.rows_together)
     needed = _agreed(len(parts), places)
-    if plan.by_tokens and len(parts) < needed <= len(batch):
-        parts = micro_batches_by_tokens(lengths, most, needed)
+    if plan.by_tokens and len(parts) < needed <= len(batch) // plan.rows_together:
+        parts = micro_batches_by_tokens(lengths, most, needed, plan.rows_together)
     shortest = min(range(len(batch)), key=lengths.__getitem__)
     fillers = [MicroBatch([shortest], counts=False)] * (needed - len(parts))
     return [MicroBatch(rows) for rows in parts] + fillers

@@ -11,8 +11,8 @@ import numpy as np
 
 from caldera.config.offline import EvaluationDataConfig
 from caldera.data.files import Row, read_rows
-from caldera.errors import DataError
-from caldera.reward.samples import VALUE, Outcome, failure, read_score
+from caldera.errors import DataError, RewardError
+from caldera.reward.samples import VALUE, Outcome, failure, outcome_of, read_score
 from caldera.reward.scoring import Scoring
 from caldera.reward_score.predictions import find_extractor
 from caldera.tracking import TrainingProgress
@@ -133,7 +133,6 @@ def _outcome(future: Future[Any]) -> Outcome:
     if error is not None:
         return failure(error)
     try:
-        score, extras = read_score(future.result())
-    except Exception as problem:  # noqa: BLE001 -- `failure` tells which of them is an outcome
+        return outcome_of(*read_score(future.result()))
+    except RewardError as problem:
         return failure(problem)
-    return Outcome(score, extras)

@@ -11,6 +11,7 @@ from caldera.config.offline import EvaluationConfig
 from caldera.errors import ConfigError, DataError
 from caldera.reward.samples import VALUE
 from caldera.reward.scoring import Scoring
+from caldera.trainer.bundle import write_bundle
 from caldera.trainer.evaluation.answers import (
     Question,
     read_questions,
@@ -44,6 +45,7 @@ def evaluate(config: EvaluationConfig, scoring: Scoring) -> Results:
     page = folder / f"{name}.evaluation.html"
     write_json(results, folder / f"{name}.evaluation.json")
     write_page(results, questions, options.pass_score, options.shown_answers, name, page)
+    write_bundle(folder / f"{name}.evaluation.bundle", config, "evaluation.output_dir")
     logger.info("written: %s and .json beside it", page)
     return results
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,9 @@ FREE = {
     "rollout.gpu_memory_utilization",
     "rollout.max_num_batched_tokens",
 }
-"""Keys that do not change what is sampled; neither do those of `trainer`."""
+"""Keys that do not change what is sampled."""
+FREE_GROUPS = ("trainer.", "ray_kwargs.")
+"""Groups of such keys."""
 
 
 class Parts:
@@ -40,6 +44,33 @@ class Parts:
         self.batches = [
             range(start, min(start + batch_size, rows)) for start in range(0, rows, batch_size)
         ]
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Meanwhile no other run writes this output; one that does already is an error."""
+        held = self._lock()
+        try:
+            yield
+        finally:
+            os.close(held)
+
+    def _lock(self) -> int:
+        """A lock on the folder itself, which ends with this process however that ends."""
+        while True:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            held = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(held)
+                raise ConfigError(
+                    f"data.output_path={str(self.output)!r}: another run is writing it; wait for "
+                    "that one to end, or take another file"
+                ) from None
+            # Whoever had the lock may have removed the folder before it let go.
+            if self.folder.is_dir() and os.path.samestat(os.fstat(held), self.folder.stat()):
+                return held
+            os.close(held)
 
     def open(self, manifest: dict[str, Any]) -> None:
         """Begin, or go on with what an earlier run of the same manifest has left."""
@@ -91,7 +122,7 @@ def manifest_of(config: GenerationConfig, questions: Questions) -> dict[str, Any
     if config.rollout.name == "native" or config.rollout.url is not None:
         free.add("rollout.max_num_seqs")  # others may draw the sequences of a batch together
     keys = {key: value for key, _, value in walk(config) if key not in free}
-    fixed = {key: value for key, value in keys.items() if not key.startswith("trainer.")}
+    fixed = {key: value for key, value in keys.items() if not key.startswith(FREE_GROUPS)}
     return {**fixed, INPUT: questions.fingerprint}
 
 

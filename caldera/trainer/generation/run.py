@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from caldera.config import uses_ray
 from caldera.config.generation_checks import resolve_generation
 from caldera.config.offline import GenerationConfig
 from caldera.errors import UnsupportedError
@@ -15,7 +17,13 @@ from caldera.tracking import TrainingProgress
 from caldera.trainer.generation.parts import Parts, manifest_of
 from caldera.trainer.generation.questions import Questions, read_questions
 
+if TYPE_CHECKING:
+    from caldera.trainer.generation.sampling import MakeGroups
+
 logger = logging.getLogger(__name__)
+
+SECONDS_OF_SAMPLING = 86_400.0
+"""How long one rank may sample after another is done. Ranks never wait for each other."""
 
 
 class Answers(Protocol):
@@ -27,44 +35,68 @@ class Answers(Protocol):
 
 def generate(config: GenerationConfig) -> Path:
     """Write `data.output_path`; returns it."""
-    _settle(config)
-    output = Path(str(config.data.output_path)).expanduser()
+    if config.rollout.url is not None:
+        write_answers(config)
+    elif uses_ray(config):
+        from caldera.trainer.ray_runner import run_on_ray
+
+        run_on_ray(config, _settle, write_answers)
+    else:
+        import torch  # which takes seconds, and a server does without
+
+        _settle(config, torch.cuda.device_count())
+        write_answers(config)
+    return _output(config)
+
+
+def write_answers(config: GenerationConfig, make_groups: MakeGroups | None = None) -> None:
+    """Sample what is missing, and join it. Groups are local ones unless they are made so."""
+    output = _output(config)
     questions = read_questions(config.data)
     rows = len(questions.prompts)
     parts = Parts(output, rows, config.data.batch_size)
-    parts.open(manifest_of(config, questions))
-    missing = parts.missing()
+    with parts.locked():
+        parts.open(manifest_of(config, questions))
+        if output.exists():
+            logger.warning("%s exists, and will be replaced in the end", output)
+        _sample_missing(config, questions, parts, make_groups)
+        parts.join(questions.table)
+    logger.info("written: %s, %d prompts with %d answers each", output, rows, config.data.n_samples)
+
+
+def _output(config: GenerationConfig) -> Path:
+    return Path(str(config.data.output_path)).expanduser()
+
+
+def _sample_missing(
+    config: GenerationConfig, questions: Questions, parts: Parts, make_groups: MakeGroups | None
+) -> None:
+    """Write the batches that are not there yet."""
+    missing, rows = parts.missing(), len(questions.prompts)
     done = rows - sum(map(len, missing))
     if done:
         logger.info("going on with %s: %d of %d prompts have answers", parts.folder, done, rows)
-    if output.exists():
-        logger.warning("%s exists, and will be replaced in the end", output)
-    if missing:
-        progress = TrainingProgress(rows, done, "Generating", unit="prompt")
-        with _answers(config, questions, missing, parts.folder / "logs") as source, progress:
-            for batch in missing:
-                parts.write(batch, source.answers(batch))
-                done += len(batch)
-                progress.update(done)
-    parts.join(questions.table)
-    logger.info("written: %s, %d prompts with %d answers each", output, rows, config.data.n_samples)
-    return output
-
-
-def _settle(config: GenerationConfig) -> None:
-    """Fill in what depends on the machine, and tell of it."""
-    if config.rollout.url is not None:
+    if not missing:
         return
-    import torch  # which takes seconds, and a server does without
+    progress = TrainingProgress(rows, done, "Generating", unit="prompt")
+    with _answers(config, questions, missing, parts, make_groups) as source, progress:
+        for batch in missing:
+            parts.write(batch, source.answers(batch))
+            done += len(batch)
+            progress.update(done)
 
-    chosen = resolve_generation(config, torch.cuda.device_count())
+
+def _settle(config: GenerationConfig, gpus: int) -> None:
+    """Fill in what depends on the machine, or on the nodes of a cluster, and tell of it."""
+    chosen = resolve_generation(config, gpus)
     if chosen:
         logger.info("chosen for this machine: %s", ", ".join(chosen))
 
 
 def _answers(
-    config: GenerationConfig, questions: Questions, batches: list[range], log_dir: Path
-) -> AbstractContextManager[Answers]:
+    config: GenerationConfig, questions: Questions, batches: list[range], parts: Parts,
+    make_groups: MakeGroups | None,
+) -> AbstractContextManager[Answers]:  # fmt: skip
     if config.rollout.url is not None:
         try:
             from caldera.trainer.generation.server import ServerAnswers
@@ -75,5 +107,11 @@ def _answers(
             ) from error
         return ServerAnswers(config, questions)
     from caldera.trainer.generation.sampling import Samplers
+    from caldera.trainer.ppo.groups import local_groups
 
-    return Samplers(config, questions, chain.from_iterable(batches), log_dir)
+    if make_groups is None:
+        make_groups = partial(
+            local_groups, device=str(config.trainer.device), timeout_s=SECONDS_OF_SAMPLING,
+            log_dir=parts.folder / "logs",
+        )  # fmt: skip
+    return Samplers(config, questions, chain.from_iterable(batches), make_groups)

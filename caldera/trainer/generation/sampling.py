@@ -1,9 +1,8 @@
-"""Answers from samplers of the run's own: one for each device of this machine."""
+"""Answers from samplers of the run's own: one for each device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 from transformers import PreTrainedTokenizerBase
@@ -18,23 +17,23 @@ from caldera.models.loading import import_external
 from caldera.models.seeds import derive_seed
 from caldera.protocol import DataProto, DataProtoConfig
 from caldera.rollout import ROLLOUTS
-from caldera.single_controller import ClassWithInitArgs, ResourcePool
+from caldera.single_controller import ClassWithInitArgs, ResourcePool, WorkerGroup
 from caldera.trainer.generation.questions import Questions
-from caldera.trainer.ppo.groups import local_groups
 from caldera.workers import SamplerWorker
 from caldera.workers.sampler import MODEL_KEY, PROMPT_IDS, RESPONSE_IDS, SEEDS
 
 ROLE = "sampler"
-SECONDS_BETWEEN_RANKS = 86_400.0
-"""How long one rank may sample after another is done. Ranks never wait for each other."""
+MakeGroups = Callable[[ResourcePool, dict[str, ClassWithInitArgs]], dict[str, WorkerGroup]]
+"""(places, how to make the worker of each role) -> a group of each role."""
 
 
 class Samplers:
     """Samples in a worker group, which lives while this is entered."""
 
     def __init__(
-        self, config: GenerationConfig, questions: Questions, rows: Iterable[int], log_dir: Path
-    ) -> None:
+        self, config: GenerationConfig, questions: Questions, rows: Iterable[int],
+        make_groups: MakeGroups,
+    ) -> None:  # fmt: skip
         """Every one of the rows is tokenised at once, so that a prompt too long is told at once."""
         disable_progress_bar()  # of transformers, in loading: it would tear our own
         self._config = config
@@ -51,7 +50,7 @@ class Samplers:
             str(config.model.path), config.model.trust_remote_code, key="model.path"
         )
         self._tokens = _tokenize(self._tokenizer, config, questions, rows)
-        self._log_dir = log_dir
+        self._make_groups = make_groups
 
     def __enter__(self) -> Samplers:
         trainer = self._config.trainer
@@ -59,10 +58,8 @@ class Samplers:
         recipe = ClassWithInitArgs(
             SamplerWorker, self._model, rollout_config(self._config), eos, device
         )
-        self._group = local_groups(
-            ResourcePool([trainer.n_gpus_per_node or 1]), {ROLE: recipe},
-            device=device, timeout_s=SECONDS_BETWEEN_RANKS, log_dir=self._log_dir,
-        )[ROLE]  # fmt: skip
+        places = ResourcePool([trainer.n_gpus_per_node or 1] * trainer.nnodes)
+        self._group = self._make_groups(places, {ROLE: recipe})[ROLE]
         try:
             self._group.init_model()
         except BaseException:

@@ -17,8 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from caldera.config import (
     PPOTrainerConfig,
-    config_to_dict,
-    config_to_yaml,
     needs_critic,
     needs_reference,
 )
@@ -43,8 +41,7 @@ from caldera.single_controller import (
     Role,
     WorkerGroup,
 )
-from caldera.tracking import Tracking, TrainingProgress
-from caldera.tracking.dumps import write_text_atomic
+from caldera.tracking import TrainingProgress
 from caldera.trainer.checkpoint import CheckpointFolder, read_part, step_of
 from caldera.trainer.ppo.advantage import (
     compute_advantage,
@@ -73,6 +70,8 @@ from caldera.trainer.ppo.rewards import (
 )
 from caldera.trainer.ppo.saving import CheckpointSaves, background_writers
 from caldera.trainer.ppo.validation import Validator, dump_answers
+from caldera.trainer.profiling import StepProfiler
+from caldera.trainer.running import open_run
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +113,7 @@ class RayPPOTrainer:
         self.use_reference = needs_reference(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.checkpoints = CheckpointFolder(config.trainer)
+        self.profiler = StepProfiler(config)
         self.global_steps = 0
         self._shown: dict[str, float] = {}
         self.total_steps = total_training_steps(config, train_loader)
@@ -168,21 +168,18 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         self.checkpoints.create()
         self._load_checkpoint()
-        run_dir = self.checkpoints.root
-        write_text_atomic(run_dir / "config.yaml", [config_to_yaml(self.config)])
-        tracked = Tracking(
-            trainer.project_name, trainer.experiment_name, trainer.logger,
-            config_to_dict(self.config), run_dir, self.global_steps,
-        )  # fmt: skip
+        tracked = open_run(self.config, self.checkpoints.root, self.global_steps)
         shown = TrainingProgress(self.total_steps, self.global_steps)
         with tracked as tracking, shown as progress, self.saves:
             if trainer.val_only or (trainer.val_before_train and self.global_steps == 0):
                 tracking.log(self._validate(progress), self.global_steps)
+                tracking.log_generations(self.validator.take_shown(), self.global_steps)
             if trainer.val_only:
                 return
             rows = self._epochs()
             while self.global_steps < self.total_steps:
                 tracking.log(self._train_on(rows, progress), self.global_steps)
+                tracking.log_generations(self.validator.take_shown(), self.global_steps)
                 self.saves.poll()
                 # After the row: a run that is killed in between repeats the step, row and all.
                 if saving_time := self._save_if_due():
@@ -195,7 +192,8 @@ class RayPPOTrainer:
     def _train_on(self, rows: Iterator[Batch], progress: TrainingProgress) -> Metrics:
         """One step, and a validation when it is due."""
         self.global_steps += 1
-        batch, metrics, timing = self.step(rows)
+        with self.profiler.recorded(self.global_steps, self._groups):
+            batch, metrics, timing = self.step(rows)
         self.train_loader.on_batch_end(batch)
         if self._is_due(self.config.trainer.test_freq):
             with marked_timer("testing", timing):

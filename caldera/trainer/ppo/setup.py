@@ -30,6 +30,7 @@ from caldera.errors import ConfigError, WorkerError
 from caldera.models.loading import import_external, is_language_model
 from caldera.reward import StreamingScorer, load_reward_manager, streams
 from caldera.single_controller import ClassWithInitArgs, ResourcePoolManager, Role
+from caldera.tracking import check_loggers
 from caldera.trainer.ppo.groups import make_groups_for
 from caldera.trainer.ppo.ray_trainer import MakeGroups, RayPPOTrainer, total_training_steps
 from caldera.trainer.ppo.reward_servers import RewardServers
@@ -70,10 +71,15 @@ def settle(config: PPOTrainerConfig, gpus: int) -> None:
 def check_installed(config: PPOTrainerConfig) -> None:
     """What the workers of this machine are going to import is there."""
     users = [role.name for role in roles(config).values() if role.is_megatron and role.is_needed]
-    if users and (find_spec("megatron") is None or find_spec("megatron.core") is None):
+    if users and not has_megatron():
         raise ConfigError(
             f"{users[0]}.strategy='megatron' needs megatron-core: pip install 'caldera[megatron]'"
         )
+
+
+def has_megatron() -> bool:
+    """Whether megatron-core is installed here."""
+    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
 def build_and_fit(config: PPOTrainerConfig, make_groups: MakeGroups) -> None:
@@ -111,6 +117,7 @@ class TaskRunner:
 
     def build(self, config: PPOTrainerConfig) -> RayPPOTrainer:
         """A trainer whose workers are still to be made."""
+        check_loggers(config.trainer.logger)
         disable_progress_bar()  # of transformers, in loading and saving: it would tear our own
         seed_everything(config.actor_rollout_ref.rollout.seed)
         model, data = config.actor_rollout_ref.model, config.data

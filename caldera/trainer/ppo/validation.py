@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,13 @@ from caldera.config import PPOTrainerConfig
 from caldera.data import FixedLoader
 from caldera.protocol import DataProto, tensors_of
 from caldera.reward import VALUE, RewardManager, compute_reward, streams
-from caldera.tracking import GenerationDump, select_val_generations
+from caldera.tracking import Generation, GenerationDump, select_val_generations
 from caldera.trainer.ppo.prompts import stamp_rows
 from caldera.trainer.ppo.rewards import takes_part
 from caldera.trainer.ppo.validation_metrics import (
     name_validation_metrics,
     process_validation_metrics,
 )
-
-logger = logging.getLogger(__name__)
 
 
 class Answers:
@@ -94,6 +91,7 @@ class Validator:
         self._streams = streams(config, reward_fn)
         self._generate = generate
         self._meta = meta
+        self._shown: list[Generation] = []
 
     def run(self, step: int) -> dict[str, float]:
         """Metrics `val-core/...` and `val-aux/...`."""
@@ -110,6 +108,11 @@ class Validator:
         variables = answers.variables()
         by_source = process_validation_metrics(answers.sources, answers.uids, variables)
         return name_validation_metrics(by_source) | answers.failures()
+
+    def take_shown(self) -> list[Generation]:
+        """The answers that the last validation shows, once."""
+        shown, self._shown = self._shown, []
+        return shown
 
     def _answer(self, rows: Any, number: int) -> DataProto:
         rollout = self._config.actor_rollout_ref.rollout
@@ -129,10 +132,9 @@ class Validator:
                     step, answers.inputs, answers.outputs, answers.ground_truths, answers.scores,
                     {**answers.extras, "uid": answers.uids},
                 )  # fmt: skip
-        for prompt, output, score in select_val_generations(
+        self._shown = select_val_generations(
             answers.inputs, answers.outputs, answers.scores, trainer.log_val_generations
-        ):
-            logger.info("[validation, score %g] %s\n%s", score, prompt, output)
+        )
 
 
 def dump_answers(

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
-import pydoc
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from caldera.config import (
-    SFTTrainerConfig,
-    annotated_yaml,
-    help_text,
-    load_supervised_config,
-)
-from caldera.trainer.entry import run_entry_point, split_overrides
+from caldera.config import SFTTrainerConfig, load_supervised_config
+from caldera.trainer.entry import ConfigCommand, run_entry_point
 
 
-@dataclass(frozen=True)
-class SupervisedCommand:
+@dataclass(frozen=True, kw_only=True)
+class SupervisedCommand(ConfigCommand[SFTTrainerConfig]):
     """`key=value ...` for one objective, which is named so that torch is imported late."""
 
-    prog: str
-    description: str
-    config_name: str
-    schema: type[SFTTrainerConfig]
     objective: str
     """`module:NAME`."""
     overrides: tuple[str, ...] = ()
@@ -34,51 +22,23 @@ class SupervisedCommand:
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run; returns the exit status."""
-        parser = self._parser()
-        options, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-        arguments = parser.parse_args(options)
-        overrides += getattr(arguments, "key=value")  # what is no override is told by the loader
+        asked = self.read(argv)
         if _is_served_by_another():
-            only_tells = arguments.help is not None or arguments.cfg is not None
-            return 0 if only_tells else run_entry_point(_serve)  # telling is for rank 0
-        if arguments.help is not None:
-            keys = help_text(self.schema, arguments.help)
-            pydoc.pager(keys if arguments.help else f"{parser.format_help()}\n{keys}")
-            return 0
+            return 0 if asked.only_tells else run_entry_point(_serve)  # telling is for rank 0
+        return self.run(asked, self.load, self._train)
 
-        def work() -> None:
-            config = load_supervised_config(
-                [*self.overrides, *overrides], arguments.config_name, arguments.config_path,
-                self.schema,
-            )  # fmt: skip
-            if arguments.cfg:
-                sys.stdout.write(annotated_yaml(config))
-            else:
-                self._train(config)
-
-        return run_entry_point(work)
+    def load(
+        self, overrides: Sequence[str], config_name: str, config_path: str | None
+    ) -> SFTTrainerConfig:
+        """The config, with what this command always says and every value checked."""
+        given = [*self.overrides, *overrides]
+        return load_supervised_config(given, config_name, config_path, self.schema)
 
     def _train(self, config: SFTTrainerConfig) -> None:
         from caldera.trainer.sft.setup import run  # torch and transformers take seconds to import
 
         module, _, name = self.objective.partition(":")
         run(config, getattr(importlib.import_module(module), name))
-
-    def _parser(self) -> argparse.ArgumentParser:
-        parser = argparse.ArgumentParser(
-            prog=self.prog, description=self.description, add_help=False
-        )
-        parser.add_argument(
-            *("-h", "--help"), nargs="?", const="", metavar="KEY",
-            help="show this and every key; with KEY, a key or group, that alone",
-        )  # fmt: skip
-        parser.add_argument(
-            "--config-name", default=self.config_name, help="YAML file to start from"
-        )
-        parser.add_argument("--config-path", help="folder of that file; default: Caldera's own")
-        parser.add_argument("--cfg", choices=["job"], help="print the resolved config and stop")
-        parser.add_argument("key=value", nargs="*", help="values of config keys")
-        return parser
 
 
 def _is_served_by_another() -> bool:

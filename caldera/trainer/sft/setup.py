@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from caldera.config import SFTTrainerConfig, resolve_supervised, uses_ray
+from caldera.config.strategies import MEGATRON
 from caldera.data import Batch, FixedLoader, StatefulLoader, hf_tokenizer
-from caldera.errors import DataError
+from caldera.errors import ConfigError, DataError
 from caldera.models.loading import import_external
 from caldera.single_controller import ClassWithInitArgs, ResourcePool, WorkerGroup
 from caldera.single_controller.torchrun import (
@@ -25,8 +26,9 @@ from caldera.single_controller.torchrun import (
     launched_ranks,
     serve,
 )
+from caldera.tracking import check_loggers
 from caldera.trainer.ppo.groups import local_groups
-from caldera.trainer.ppo.setup import seed_everything
+from caldera.trainer.ppo.setup import has_megatron, seed_everything
 from caldera.trainer.sft.trainer import MakeGroups, SupervisedTrainer, total_training_steps
 from caldera.trainer.sft.validation import LossValidator
 from caldera.workers import SupervisedWorker
@@ -48,6 +50,7 @@ def run(config: SFTTrainerConfig, objective: Objective) -> None:
         run_on_ray(config, _settle, work)
     else:
         _settle(config, torch.cuda.device_count())
+        _check_installed(config)
         work(config, _local_groups(config))
 
 
@@ -71,6 +74,7 @@ def build(
     config: SFTTrainerConfig, objective: Objective, make_groups: MakeGroups
 ) -> SupervisedTrainer:
     """A trainer whose workers are still to be made."""
+    check_loggers(config.trainer.logger)
     disable_progress_bar()  # of transformers, in loading and saving: it would tear our own
     seed_everything(config.trainer.seed)
     model = config.model
@@ -95,6 +99,14 @@ def _settle(config: SFTTrainerConfig, gpus: int, launched: tuple[int, int] | Non
     chosen = resolve_supervised(config, gpus, launched)
     if chosen:
         logger.info("chosen for this machine: %s", ", ".join(chosen))
+
+
+def _check_installed(config: SFTTrainerConfig) -> None:
+    """What the workers of this machine are going to import is there."""
+    if config.model.strategy == MEGATRON and not has_megatron():
+        raise ConfigError(
+            "model.strategy='megatron' needs megatron-core: pip install 'caldera[megatron]'"
+        )
 
 
 def _train_loader(

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from caldera.config import SFTTrainerConfig, TrainerConfig, config_to_dict, config_to_yaml
+from caldera.config import SFTTrainerConfig, TrainerConfig
 from caldera.config.sft import EACH_EPOCH
 from caldera.data import Batch, StatefulLoader
 from caldera.protocol import DataProto, tensors_of
 from caldera.single_controller import ClassWithInitArgs, ResourcePool, WorkerGroup
-from caldera.tracking import Tracking, TrainingProgress
-from caldera.tracking.dumps import write_text_atomic
+from caldera.tracking import TrainingProgress
 from caldera.trainer.checkpoint import CheckpointFolder, read_part, step_of
 from caldera.trainer.ppo.dealing import DealtGroup
 from caldera.trainer.ppo.metrics import marked_timer
 from caldera.trainer.ppo.saving import CheckpointSaves
+from caldera.trainer.running import open_run
 from caldera.trainer.sft.validation import LossValidator
 from caldera.workers.objective import Objective
 
@@ -76,15 +76,9 @@ class SupervisedTrainer:
 
     def fit(self) -> None:
         """Train to the last step, from the newest checkpoint where there is one."""
-        trainer = self.config.trainer
         self.checkpoints.create()
         self._load_checkpoint()
-        run_dir = self.checkpoints.root
-        write_text_atomic(run_dir / "config.yaml", [config_to_yaml(self.config)])
-        tracked = Tracking(
-            trainer.project_name, trainer.experiment_name, trainer.logger,
-            config_to_dict(self.config), run_dir, self.global_steps,
-        )  # fmt: skip
+        tracked = open_run(self.config, self.checkpoints.root, self.global_steps)
         shown = TrainingProgress(self.total_steps, self.global_steps)
         with tracked as tracking, shown as progress, self.saves:
             rows = self._epochs()

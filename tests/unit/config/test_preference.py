@@ -8,6 +8,7 @@ import pytest
 
 from caldera.config.fields import walk
 from caldera.config.loader import SCHEMAS, load_supervised_config
+from caldera.config.preference import DPOTrainerConfig, RewardModelTrainerConfig
 from caldera.config.sft import SFTTrainerConfig
 from caldera.errors import ConfigError, UnknownKeyError, UnsupportedError
 
@@ -98,3 +99,11 @@ def test_ranks_that_share_tokens_hold_a_pair_together() -> None:
 def test_keys_of_the_other_objective_are_unknown() -> None:
     with pytest.raises(UnknownKeyError, match=r"'dpo\.beta'"):
         load("rm_trainer", "dpo.beta=0.2")
+
+
+def test_reward_models_are_not_trained_by_megatron() -> None:
+    keys = ["data.train_files=x", "model.partial_pretrain=M", "model.strategy=megatron"]
+    with pytest.raises(UnsupportedError, match="reward models are trained by local, fsdp"):
+        load_supervised_config(keys, "rm_trainer", None, RewardModelTrainerConfig)
+    config = load_supervised_config(keys, "dpo_trainer", None, DPOTrainerConfig)
+    assert config.model.strategy == "megatron"

@@ -21,7 +21,7 @@ from verl_facts import (
 )
 
 from caldera.config import load_config
-from caldera.config.migrate import is_target
+from caldera.config.migrate import VERLS_DEFAULTS, is_target
 from caldera.errors import ConfigError
 
 FROM_MACHINE = "chosen from the machine"
@@ -123,6 +123,20 @@ def test_every_default_is_verls_but_for_those_that_are_stated(name: str) -> None
     }
     assert found == {key: value for key, (value, _) in DIFFERENT[name].items()}
     assert all(reason for _, reason in DIFFERENT[name].values())
+
+
+def test_what_is_told_of_defaults_that_differ() -> None:
+    """Those that a run may notice; the others are required, or say the same."""
+    of_verl = dict(verl_defaults("classic", "ppo_trainer"))
+    assert {key: of_verl[key] for key in VERLS_DEFAULTS} == VERLS_DEFAULTS
+    same = {
+        key
+        for key, (_, why) in DIFFERENT["ppo_trainer"].items()
+        if why in (NO_MODEL, NO_DATA, PACKED, "null says the same")
+        or key.startswith("reward_model.")
+        or key.endswith("fsdp_config.dtype")
+    }
+    assert DIFFERENT["ppo_trainer"].keys() - same == VERLS_DEFAULTS.keys()
 
 
 def test_every_default_of_verls_may_be_given(required: list[str]) -> None:

@@ -1,13 +1,23 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from caldera.errors import DataError, RegistryError
-from caldera.tracking import LOGGERS, LoggedRun, Tracking
+from caldera.errors import ConfigError, DataError, RegistryError, UnsupportedError
+from caldera.tracking import (
+    LOGGERS,
+    Generation,
+    LoggedRun,
+    Tracking,
+    background,
+    check_loggers,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -112,32 +122,145 @@ def test_resume_refuses_a_file_that_is_no_metrics_file(tmp_path: Path, broken: s
 
 def test_unknown_logger_lists_the_known_ones_and_opens_nothing(tmp_path: Path) -> None:
     with pytest.raises(
-        RegistryError, match=r"unknown trainer.logger 'consle'.*known: console, file"
+        RegistryError, match=r"unknown trainer.logger 'consle'.*known: clearml, console, file"
     ):
         Tracking("p", "e", ["file", "consle"], None, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_every_logger_is_finished_when_one_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_generations_on_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+    with Tracking("p", "e", "console") as tracking:
+        tracking.log_generations([("1+1", "[bold]2", 1.0)], 3)
+    assert capsys.readouterr().out == "[validation, step 3, score 1] 1+1\n[bold]2\n"
+
+
+def test_generations_in_the_file_are_rewound_too(tmp_path: Path) -> None:
+    for resume_step, steps in ((0, (1, 2, 3)), (2, (3,))):
+        with Tracking("p", "e", "file", None, tmp_path, resume_step) as tracking:
+            for step in steps:
+                tracking.log_generations([("q", "a", 0.5)], step)
+    rows = (tmp_path / "metrics.generations.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3]
+    assert json.loads(rows[0]) == {"step": 1, "input": "q", "output": "a", "score": 0.5}
+
+
+# ---- back ends that fail
+
+
+class Recording:
+    """Keeps what it is given."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        self.rows: list[int] = []
+        OPENED.append(self)
+
+    def log(self, data: dict[str, float], step: int) -> None:
+        self.rows.append(step)
+
+    def log_generations(self, samples: Sequence[Generation], step: int) -> None:
+        self.rows.append(-step)
+
+    def finish(self) -> None:
+        self.rows.append(0)
+
+
+class Raising(Recording):
+    def log(self, data: dict[str, float], step: int) -> None:
+        raise ConnectionError("server away")
+
+
+class Unopened(Recording):
+    def __init__(self, run: LoggedRun) -> None:
+        raise RuntimeError("no account")
+
+
+class Hanging(Recording):
+    def log(self, data: dict[str, float], step: int) -> None:
+        RELEASE.wait(30)
+
+
+OPENED: list[Recording] = []
+RELEASE = threading.Event()
+
+
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recording]]:
+    classes = {"recording": Recording, "raising": Raising, "unopened": Unopened}
+    known = {**LOGGERS._items, **classes, "hanging": Hanging}
+    monkeypatch.setattr(LOGGERS, "_items", known)
+    OPENED.clear()
+    RELEASE.clear()
+    yield OPENED
+    RELEASE.set()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "lost"),
+    [
+        ("raising", "ConnectionError: server away", 2),
+        ("unopened", "RuntimeError: no account", 4),  # the opening, two rows, one table
+    ],
+)
+def test_a_logger_that_fails_is_told_once_and_counted(
+    tmp_path: Path, backends: list[Recording], caplog: pytest.LogCaptureFixture,
+    name: str, reason: str, lost: int,
+) -> None:  # fmt: skip
+    with Tracking("p", "e", [name, "recording", "file"], None, tmp_path) as tracking:
+        tracking.log({"x": 1}, 1)
+        tracking.log({"x": 2}, 2)
+        tracking.log_generations([("q", "a", 1.0)], 2)
+    assert caplog.text.count("has failed, and the run goes on") == 1
+    assert reason in caplog.text and f"{name} has lost {lost} rows" in caplog.text
+    assert tracking.lost_rows == lost
+    assert backends[-1].rows == [1, 2, -2, 0]
+    assert logged_steps(tmp_path / "metrics.jsonl") == [1, 2]
+
+
+def test_lost_rows_are_a_metric_of_the_others(tmp_path: Path, backends: list[Recording]) -> None:
+    with Tracking("p", "e", ["raising", "file"], None, tmp_path) as tracking:
+        tracking.log({"x": 1}, 1)
+        while not tracking.lost_rows:
+            time.sleep(0.001)
+        tracking.log({"x": 2}, 2)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["data"].get("tracking/lost_rows") for row in rows] == [None, 1]
+
+
+def test_a_logger_that_hangs_holds_nothing_up(
+    tmp_path: Path, backends: list[Recording], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(background, "FINISH_S", 0.05)
+    monkeypatch.setattr(background, "MOST_WAITING", 3)
+    with Tracking("p", "e", ["hanging", "file"], None, tmp_path) as tracking:
+        for step in range(1, 11):
+            tracking.log({"x": 1}, step)
+    assert logged_steps(tmp_path / "metrics.jsonl") == list(range(1, 11))
+    assert "rows wait already" in caplog.text
+    # At most one is in the logger's hands and three wait: the rest, and those, are lost.
+    assert tracking.lost_rows >= 9
+
+
+def test_a_file_that_cannot_be_opened_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    finished: list[str] = []
+    (tmp_path / "run").write_text("not a folder")
+    with Tracking("p", "e", ["file"], None, tmp_path / "run") as tracking:
+        tracking.log({"x": 1}, 1)
+    assert "trainer.logger: file has failed" in caplog.text
+    assert tracking.lost_rows == 2
 
-    class Recording:
-        def __init__(self, run: LoggedRun) -> None:
-            assert run.resume_step == 2
 
-        def log(self, data: dict[str, float], step: int) -> None: ...
+# ---- names
 
-        def finish(self) -> None:
-            finished.append("recording")
 
-    class Failing(Recording):
-        def finish(self) -> None:
-            raise OSError("disk full")
+def test_a_logger_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("caldera.tracking.tracking.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"'wandb' needs the package wandb: pip install 'caldera"):
+        check_loggers(["console", "wandb"])
 
-    monkeypatch.setattr(LOGGERS, "_items", {"recording": Recording, "failing": Failing})
-    tracking = Tracking("p", "e", ["recording", "failing"], None, tmp_path, resume_step=2)
-    with pytest.raises(OSError, match="disk full"):
-        tracking.finish()
-    assert finished == ["recording"]
+
+@pytest.mark.parametrize("name", ["vemlp_wandb", "rl_insight"])
+def test_loggers_that_only_verl_has_are_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"trainer.logger='{name}': .* takes clearml, "):
+        check_loggers([name])

@@ -1,0 +1,134 @@
+"""Back ends that may fail: what they lose is counted and told once, and the run goes on."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from caldera.tracking.loggers import Generation, Logger
+
+logger = logging.getLogger(__name__)
+
+MOST_WAITING = 1000
+"""Rows that may wait for a back end; those beyond are lost."""
+FINISH_S = 60.0
+"""How long a back end may take, when the run is over, for what it still has to send."""
+
+Task: TypeAlias = Callable[[Logger], None]
+
+
+class Losses:
+    """What one back end has lost; its first failure is told."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def add(self, reason: str, count: int = 1) -> None:
+        with self._lock:
+            is_first = self.count == 0
+            self.count += count
+        if is_first:
+            logger.warning(
+                "trainer.logger: %s has failed, and the run goes on without what it loses: %s",
+                self._name, reason,
+            )  # fmt: skip
+
+    def tell(self) -> None:
+        """The sum, when the run is over."""
+        if self.count:
+            logger.warning("trainer.logger: %s has lost %d rows", self._name, self.count)
+
+    def attempt(self, work: Callable[[], None]) -> bool:
+        """Do it; whether it went well. What goes wrong in a library is nothing to end a run for."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 -- it is counted and told
+            self.add(f"{type(error).__name__}: {error}")
+            return False
+        return True
+
+
+class PromptLogger:
+    """A back end in the caller's thread."""
+
+    def __init__(self, name: str, make: Callable[[], Logger]) -> None:
+        self.losses = Losses(name)
+        self._logger: Logger | None = None
+        try:
+            self._logger = make()  # a mistake of the user's is told before any work
+        except OSError as error:
+            self.losses.add(f"{type(error).__name__}: {error}")
+
+    def log(self, data: dict[str, float], step: int) -> None:
+        self._give(lambda backend: backend.log(data, step))
+
+    def log_generations(self, samples: Sequence[Generation], step: int) -> None:
+        self._give(lambda backend: backend.log_generations(samples, step))
+
+    def finish(self) -> None:
+        backend, self._logger = self._logger, None
+        if backend is not None:
+            self.losses.attempt(backend.finish)
+        self.losses.tell()
+
+    def _give(self, task: Task) -> None:
+        backend = self._logger
+        if backend is None:
+            self.losses.add("it is not open")
+        else:
+            self.losses.attempt(lambda: task(backend))
+
+
+class BackgroundLogger:
+    """A back end in a thread of its own, which may wait for a server as long as it likes."""
+
+    def __init__(self, name: str, make: Callable[[], Logger]) -> None:
+        self.losses = Losses(name)
+        self._tasks: queue.Queue[Task | None] = queue.Queue(MOST_WAITING)
+        # A daemon, so that one that hangs does not keep the process.
+        self._thread = threading.Thread(
+            target=self._work, args=(make,), name=f"logger-{name}", daemon=True
+        )
+        self._thread.start()
+
+    def log(self, data: dict[str, float], step: int) -> None:
+        self._give(lambda backend: backend.log(data, step))
+
+    def log_generations(self, samples: Sequence[Generation], step: int) -> None:
+        self._give(lambda backend: backend.log_generations(samples, step))
+
+    def finish(self) -> None:
+        """Wait for what is still to be sent, but not for ever."""
+        if not self._thread.is_alive():
+            return
+        self._give(None)
+        self._thread.join(FINISH_S)
+        if self._thread.is_alive():
+            waiting = max(self._tasks.qsize(), 1)
+            self.losses.add(f"it has not ended within {FINISH_S:g} s", waiting)
+        self.losses.tell()
+
+    def _give(self, task: Task | None) -> None:
+        try:
+            self._tasks.put_nowait(task)
+        except queue.Full:
+            self.losses.add(f"{MOST_WAITING} rows wait already")
+
+    def _work(self, make: Callable[[], Logger]) -> None:
+        opened: list[Logger] = []
+        self.losses.attempt(lambda: opened.append(make()))
+        while (task := self._tasks.get()) is not None:
+            if not opened:
+                self.losses.add("it could not be opened")
+            else:
+                self._do(task, opened[0])
+        if opened:
+            self.losses.attempt(opened[0].finish)
+
+    def _do(self, task: Task, backend: Logger) -> None:
+        self.losses.attempt(lambda: task(backend))

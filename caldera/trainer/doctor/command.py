@@ -1,0 +1,119 @@
+"""`caldera doctor`: look at the machine, tell what works and how to mend the rest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from caldera.tracking.console import CONSOLE, print_line
+from caldera.trainer.doctor.engines import (
+    ENGINES,
+    check_cuda,
+    check_engine_python,
+    check_engines,
+    check_native,
+)
+from caldera.trainer.doctor.findings import Check, Finding, State
+from caldera.trainer.doctor.interpreters import ask_each
+from caldera.trainer.doctor.machine import (
+    check_disk,
+    check_hub,
+    check_ports,
+    check_sandbox,
+    check_shared_memory,
+)
+from caldera.trainer.doctor.software import (
+    WANTED,
+    check_cluster,
+    check_libraries,
+    check_python,
+)
+
+HELP = """\
+Look at this machine: Python and libraries, CUDA and its driver, samplers, Ray,
+Megatron, disk, shared memory, ports, the hub, the sandbox. Tells of each what
+works, and of the rest how to mend it. Ends with status 1 if something that is
+needed is broken; what is only absent or doubtful does not count.
+
+  caldera doctor
+  caldera doctor --engine-python /opt/vllm/bin/python
+  caldera doctor --json
+"""
+TO_COMPUTE = ("torch", "transformers", "tensordict", "omegaconf", "hydra-core")
+"""Libraries without which neither a GPU nor a sampler can be tried."""
+MACHINE: tuple[Check, ...] = (
+    check_cluster, check_disk, check_shared_memory, check_ports, check_hub, check_sandbox,
+)  # fmt: skip
+COLOURS = {State.OK: "green", State.ABSENT: "dim", State.DOUBTFUL: "yellow", State.BROKEN: "red"}
+
+
+def parser() -> argparse.ArgumentParser:
+    """What reads the command line."""
+    parser = argparse.ArgumentParser(
+        prog="caldera doctor", description=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument(
+        "--engine-python", type=Path, metavar="PYTHON",
+        help="look for vLLM and SGLang in this interpreter, and miss them there",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    arguments = parser().parse_args(sys.argv[1:] if argv is None else argv)
+    findings = examine(arguments.engine_python)
+    if arguments.json:
+        told = [asdict(finding) for finding in findings]
+        sys.stdout.write(json.dumps({"findings": told, "ok": not is_broken(findings)}) + "\n")
+    else:
+        show(findings)
+    return int(is_broken(findings))
+
+
+def examine(engine_python: Path | None) -> list[Finding]:
+    """All that is found, in the order in which one thing needs another."""
+    modules = {name: wanted.module for name, wanted in WANTED.items()}
+    found = ask_each(sys.executable, modules | ENGINES)
+    findings = [*check_python(), *check_libraries(found)]
+    if not any(f.state is State.BROKEN for f in findings if f.name in TO_COMPUTE):
+        findings += [*check_cuda(), *check_native()]
+    if engine_python is None:
+        findings += check_engines(found)
+    else:
+        findings += check_engine_python(engine_python)
+    for check in MACHINE:
+        findings += check()
+    return findings
+
+
+def is_broken(findings: Iterable[Finding]) -> bool:
+    return any(finding.state is State.BROKEN for finding in findings)
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Print a table, then what to do about all that is not well, the broken first."""
+    table = Table("what", "state", "found", show_lines=False)
+    for finding in findings:
+        told = Text(finding.state, style=COLOURS[finding.state])
+        table.add_row(Text(finding.name), told, Text(finding.told))
+    CONSOLE.print(table)
+    for state in (State.BROKEN, State.DOUBTFUL, State.ABSENT):
+        for finding in findings:
+            if finding.state is state:
+                print_line(f"{finding.name} ({state}): {finding.fix}")
+    broken = sum(finding.state is State.BROKEN for finding in findings)
+    print_line("Nothing that is needed is broken." if not broken else f"{broken} broken.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

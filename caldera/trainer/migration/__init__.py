@@ -1,0 +1,1 @@
+"""`caldera migrate`: what becomes of a launch script of verl's."""

@@ -1,0 +1,205 @@
+"""`caldera migrate script.sh`: what is renamed, refused or defaulted differently, and a short
+equivalent."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from caldera.config import load_config
+from caldera.errors import ConfigError
+from caldera.tracking.console import print_line
+from caldera.trainer.dpo_trainer import DPO
+from caldera.trainer.entry import Asked, ConfigCommand, run_entry_point
+from caldera.trainer.fsdp_sft_trainer import CLASSIC
+from caldera.trainer.main_eval import EVALUATE, load_evaluation
+from caldera.trainer.main_generation import GENERATE, load_generation
+from caldera.trainer.main_ppo import TRAIN
+from caldera.trainer.migration.script import Launch, Script
+from caldera.trainer.migration.study import Load, Study, study
+from caldera.trainer.rm_trainer import REWARD_MODEL
+from caldera.trainer.sft_trainer import CONVERSATIONS
+
+SOMETHING_REFUSED = 1
+
+HELP = """\
+Read a launch script of verl's, and tell what becomes of it here: which keys have
+another name, which are refused, which defaults differ, and a short command that
+does the same. Nothing is run. The exit status is 1 if something is refused.
+
+  caldera migrate run_grpo.sh
+  caldera migrate run_grpo.sh --output my_run.yaml
+"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What stands for one of verl's entry points."""
+
+    name: str
+    """`caldera NAME`, or the module where there is no such command."""
+    module: str
+    command: ConfigCommand[Any] | None
+    load: Load | None
+
+
+def _supervised(name: str, module: str, command: Any) -> Target:
+    return Target(name, module, command, command.load)
+
+
+TARGETS = {
+    "main_ppo": Target("train", "main_ppo", TRAIN, load_config),
+    "main_ppo_v0": Target("train", "main_ppo", TRAIN, load_config),
+    "main_dapo": Target("train", "main_ppo", TRAIN, load_config),
+    "main_generation": Target("generate", "main_generation", GENERATE, load_generation),
+    "main_eval": Target("eval", "main_eval", EVALUATE, load_evaluation),
+    "fsdp_sft_trainer": _supervised("sft", "fsdp_sft_trainer", CLASSIC),
+    "sft_trainer": _supervised("", "sft_trainer", CONVERSATIONS),
+    "sft_trainer_ray": _supervised("", "sft_trainer_ray", CONVERSATIONS),
+    "rm_trainer": _supervised("rm", "rm_trainer", REWARD_MODEL),
+    "dpo_trainer": _supervised("dpo", "dpo_trainer", DPO),
+    "model_merger": Target("merge", "model_merger", None, None),
+}
+MODULE = re.compile(r"(?:(?:verl|recipe|caldera)[./](?:[\w]+[./])*|(?:.*/)?)(\w+)(?:\.py)?")
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    made = argparse.ArgumentParser(
+        prog="caldera migrate", description=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    made.add_argument("script", type=Path, help="a bash script that starts verl")
+    made.add_argument(
+        "--output", type=Path, metavar="FILE.yaml", help="write the keys to a config file, too"
+    )
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parsed = parser().parse_args(sys.argv[1:] if argv is None else argv)
+    status = 0
+
+    def work() -> None:
+        nonlocal status
+        status = migrate(parsed.script, parsed.output)
+
+    return run_entry_point(work) or status
+
+
+def migrate(path: Path, output: Path | None = None) -> int:
+    """Tell what becomes of each command of a script; returns the exit status."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    script = Script(text)
+    found = [(launch, place) for launch in script.launches if (place := _entry(launch.words))]
+    if not found:
+        known = ", ".join(sorted(TARGETS))
+        raise ConfigError(f"{path} starts none of verl's entry points ({known})")
+    if output is not None and len(found) > 1:
+        raise ConfigError(f"--output={str(output)!r}: {path} has {len(found)} commands; takes one")
+    clean = [_tell(path, launch, place, output) for launch, place in found]
+    _section("Notes", script.notes)
+    return 0 if all(clean) else SOMETHING_REFUSED
+
+
+def _entry(words: Sequence[str]) -> int | None:
+    """The place of the word that names an entry point."""
+    for place, word in enumerate(words):
+        match = MODULE.fullmatch(word)
+        follows = place > 0 and (words[place - 1] == "-m" or word.endswith(".py"))
+        if match and follows and match[1] in TARGETS:
+            return place
+    return None
+
+
+def _tell(path: Path, launch: Launch, place: int, output: Path | None) -> bool:
+    """Of one command; whether all of it can be taken."""
+    match = MODULE.fullmatch(launch.words[place])
+    assert match is not None
+    target = TARGETS[match[1]]
+    arguments = launch.words[place + 1 :]
+    print_line(f"{path}:{launch.line}: {launch.words[place]}, {len(arguments)} arguments")
+    start = _start(launch.words[:place], target)
+    exports = [f"export {name}={_quoted(value)}" for name, value in launch.environment.items()]
+    if target.command is None or target.load is None:
+        _section("The same here", [*exports, " ".join([start, *map(_quoted, arguments)])])
+        return True
+    asked = target.command.read(arguments)
+    found = study(asked, target.command.schema, target.load)
+    _section("Renamed", found.renamed)
+    _section("Refused, and left out below", found.refused)
+    _section("Left out below, since the defaults say the same", found.needless)
+    _section("Defaults that differ", found.defaults)
+    _section("Still to settle", [found.unsettled] if found.unsettled else [])
+    keys = found.kept
+    if output is not None:
+        keys = [key for key in found.kept if key in found.of_shell]
+        _write_yaml(output, asked, found)
+    _section("The same here", [*exports, *_command(start, asked, target.command, keys, output)])
+    return not found.refused and found.unsettled is None
+
+
+def _start(launcher: Sequence[str], target: Target) -> str:
+    """What starts it: `caldera NAME`, behind whatever launched verl."""
+    before = list(launcher[:-1] if launcher[-1] == "-m" else launcher)
+    is_python = bool(before) and re.fullmatch(r"(.*/)?python[\d.]*", before[-1]) is not None
+    if is_python and target.name:
+        return " ".join([*map(_quoted, before[:-1]), "caldera", target.name])
+    return " ".join([*map(_quoted, before), "-m", f"caldera.trainer.{target.module}"])
+
+
+def _command(
+    start: str, asked: Asked, command: ConfigCommand[Any], keys: list[str], output: Path | None
+) -> list[str]:
+    """The command as lines that a shell reads."""
+    options = []
+    if output is not None:
+        options = [f"--config-path={output.parent}", f"--config-name={output.stem}"]
+    else:
+        if asked.config_path is not None:
+            options.append(f"--config-path={asked.config_path}")
+        if asked.config_name != command.config_name:
+            options.append(f"--config-name={asked.config_name}")
+    lines = [start, *(f"  {_quoted(text)}" for text in (*options, *keys))]
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+
+
+def _write_yaml(output: Path, asked: Asked, found: Study) -> None:
+    if asked.config_path is not None:
+        raise ConfigError(
+            f"--output={str(output)!r}: the script has a config of its own in "
+            f"--config-path={asked.config_path}; add the keys below to that"
+        )
+    keys = [text for text in found.kept if text not in found.of_shell]
+    tree = OmegaConf.to_container(OmegaConf.from_dotlist(keys))
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True) if keys else ""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(f"defaults:\n  - {asked.config_name}\n  - _self_\n\n{text}", encoding="utf-8")
+
+
+def _quoted(text: str) -> str:
+    """For a shell; what only a shell knows is left to it."""
+    if "$" not in text:
+        return shlex.quote(text)
+    return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
+
+
+def _section(title: str, lines: Iterable[str]) -> None:
+    lines = list(lines)
+    if lines:
+        print_line(f"\n{title}")
+        for line in lines:
+            print_line(f"  {line}")

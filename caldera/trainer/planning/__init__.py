@@ -1,0 +1,1 @@
+"""What a run will do and need, worked out before it starts."""

@@ -1,0 +1,113 @@
+"""A plan for a person to read."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from caldera.tracking.console import CONSOLE, print_line
+from caldera.trainer.planning.batches import Cut
+from caldera.trainer.planning.plan import CONTEXT, FRAGMENTS, GIB, Plan
+
+PARTS = (
+    "weights", "gradients", "optimiser", "activations", "sampler's weights", "key/value cache",
+    "other models",
+)  # fmt: skip
+
+
+def show(plan: Plan, device: str) -> None:
+    """Print it: batches, parameters, bytes a device by phase, and the verdict."""
+    _show_batches(plan)
+    _show_models(plan)
+    _show_memory(plan)
+    _show_verdict(plan, device)
+
+
+def _show_batches(plan: Plan) -> None:
+    step = plan.batches
+    print_line("One step")
+    print_line(
+        f"  {step.prompts:,} prompts x {step.n} answers = {step.samples:,} samples; "
+        f"{step.samples_a_rank:,} are sampled by each of {_count(step.ranks, 'rank')}"
+    )
+    print_line(f"  log-probs: {_cut_in_words(step.log_prob)}")
+    each = step.update.rows * step.copies
+    print_line(
+        f"  update: {_count(step.mini_batches, 'mini-batch')} of {each:,} samples x "
+        f"{_count(step.epochs, 'epoch')} = {_count(step.optimizer_steps, 'optimiser step')}; in "
+        f"each, {_cut_in_words(step.update)}"
+    )
+
+
+def _cut_in_words(cut: Cut) -> str:
+    bound = "at most " if cut.by_tokens else ""
+    return (
+        f"{cut.rows:,} samples a rank in {bound}{_count(cut.micro_batches, 'micro-batch')} of up "
+        f"to {cut.together:,} samples ({cut.largest.tokens:,} tokens)"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    plural = "" if number == 1 else "es" if noun.endswith("batch") else "s"
+    return f"{number:,} {noun}{plural}"
+
+
+def _show_models(plan: Plan) -> None:
+    print_line("Models")
+    for name, held in plan.roles.items():
+        shape = held.shape
+        print_line(
+            f"  {name}: {shape.parameters:,} parameters"
+            + (f", {shape.trained:,} trained" if held.states >= 0 else ", frozen")
+            + f", {8 * held.kept_bytes} bits each"
+            + (f", sharded over {held.shards} ranks" if held.shards > 1 else "")
+        )
+    print_line(f"  a checkpoint: {plan.checkpoint / GIB:.2f} GiB on disk")
+
+
+def _show_memory(plan: Plan) -> None:
+    table = Table("GiB a device", *(phase.name for phase in plan.phases))
+    for part in PARTS:
+        sizes = [phase.parts.get(part, 0) for phase in plan.phases]
+        if any(sizes):
+            table.add_row(part, *(f"{size / GIB:.2f}" for size in sizes))
+    table.add_section()
+    table.add_row("peak", *(f"{phase.peak / GIB:.2f}" for phase in plan.phases))
+    CONSOLE.print(table)
+
+
+def _show_verdict(plan: Plan, device: str) -> None:
+    largest, has = plan.largest, plan.device_bytes / GIB
+    wanted = min(plan.batches.samples_a_rank, plan.sampler.max_num_seqs)
+    if plan.cached_sequences < wanted:
+        print_line(
+            f"The key/value cache has room for {plan.cached_sequences} samples at their longest, "
+            f"{wanted} could be sampled at the same time: "
+            "actor_rollout_ref.rollout.gpu_memory_utilization bounds it"
+        )
+    verdict = "fits" if plan.fits else "does not fit"
+    print_line(
+        f"It {verdict}: {largest.name} needs {largest.needed / GIB:.1f} GiB ({FRAGMENTS:.0%} for "
+        f"gaps and {CONTEXT / GIB:.0f} GiB for CUDA included), {device} has {has:.1f} GiB"
+    )
+    if not plan.fits:
+        for hint in _hints(plan):
+            print_line(f"  {hint}")
+
+
+def _hints(plan: Plan) -> list[str]:
+    """Keys that would make the largest phase smaller, the most effective first."""
+    actor, name = plan.roles["actor"], plan.largest.name
+    hints = []
+    if plan.cached_sequences == 0:
+        hints.append("higher: actor_rollout_ref.rollout.gpu_memory_utilization")
+    if name == "update" and not actor.checkpoints:
+        hints.append("actor_rollout_ref.model.enable_gradient_checkpointing=True")
+    if name == "update" and plan.batches.update.together > 1:
+        hints.append("fewer samples or tokens in a micro-batch of actor_rollout_ref.actor")
+    if name != "update" and not actor.optimizer_offload:
+        hints.append("actor_rollout_ref.actor.fsdp_config.optimizer_offload=True")
+    if plan.largest.parts.get("other models", 0):
+        hints.append("fsdp_config.param_offload=True of the models that do not compute then")
+    if actor.shards == 1:
+        hints.append("more devices: strategy=fsdp2 shares weights and optimiser out to them")
+    return hints

@@ -1,0 +1,22 @@
+"""What a training run opens before its first step: its config, its bundle and its loggers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from caldera.config import PPOTrainerConfig, SFTTrainerConfig, config_to_dict, config_to_yaml
+from caldera.tracking import Tracking
+from caldera.tracking.dumps import write_text_atomic
+from caldera.trainer.bundle import write_bundle
+
+
+def open_run(config: PPOTrainerConfig | SFTTrainerConfig, run_dir: Path, step: int) -> Tracking:
+    """The loggers of a run that is at this step; its folder says how to repeat it."""
+    trainer = config.trainer
+    write_text_atomic(run_dir / "config.yaml", [config_to_yaml(config)])
+    name = f"bundle_from_step_{step}" if step else "bundle"
+    write_bundle(run_dir / name, config, "trainer.default_local_dir")
+    return Tracking(
+        trainer.project_name, trainer.experiment_name, trainer.logger, config_to_dict(config),
+        run_dir, step,
+    )  # fmt: skip

@@ -1,0 +1,8 @@
+"""The distribution that has the import name `verl`, without installing it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "compat" / "verl"))

@@ -1,0 +1,89 @@
+"""Launch scripts are read as bash reads them, as far as nothing has to be run."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from caldera.trainer.migration.script import Script
+
+
+def words(text: str) -> list[str]:
+    (launch,) = Script(text).launches
+    return launch.words
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "run a=1 b='x y' c=\"x y\" d=x\\ y",
+        "run a=1 \\\n  b=2 \\\n\tc=3",
+        "n=3; run a=$n b=${n} c=\"$n\" d='$n' e=\\$n f=${n}x",
+        "a='it is'\nrun x=\"$a\" \"y=${a}\"",
+        "files=\"['/d/a.parquet', '/d/b.parquet']\"\nrun data=\"$files\"",
+        "run a=1 # and no more\n",
+        "# run a=1\nrun a=2 'b#c' d#e",
+        "run 'a=[\"console\",\"wandb\"]' b=[x,y] c={d:1}",
+        "a=$((1024 * 2)); b=$((a + 8)); run x=$a y=$((a+b)) z=$((b/3))",
+        "run a=${none:-7} b=${other-8} ${third:=c=9} d=$third",
+        "args=(a=1 \"b=x y\" # told\n  c=3)\nargs+=(d=4)\nrun \"${args[@]}\" e=5",
+        "run a=1 > log 2>&1",
+        "run a=1 2>/dev/null b=2",
+        "x='a=1 b=2'; run $x c=3",
+        "cat > /dev/null <<EOF\nit's not a \"quote\nEOF\nrun a=1",
+        "export A=1 B=2\nrun a=$A b=$B",
+        "a=x\na+=y\nrun $a",
+        "run a=\"1 \\\n2\" \"b=\\\"c\\\"\" c=\"d'e'\"",
+    ],
+)  # fmt: skip
+def test_it_agrees_with_bash(text: str, tmp_path: Path) -> None:
+    function = 'run() { printf "%s\\0" "$@" >words; }\n'
+    subprocess.run(["bash", "-euc", function + text], cwd=tmp_path, check=True)
+    expected = (tmp_path / "words").read_text().split("\0")[:-1]
+    launches = [launch.words for launch in Script(text).launches if launch.words[0] == "run"]
+    assert launches == [["run", *expected]]
+
+
+def test_what_only_a_shell_knows_stays_as_it_is() -> None:
+    text = 'run a=$HOME/x b=$(nvidia-smi -L | wc -l) c=`pwd` d=${x%/*} e=$1 "$@" "${more[@]}"'
+    script = Script(text)
+    assert script.launches[0].words == [
+        "run", "a=$HOME/x", "b=$(nvidia-smi -L | wc -l)", "c=`pwd`", "d=${x%/*}", "e=$1",
+    ]  # fmt: skip
+    assert script.notes == [
+        "$HOME: only the shell knows its value",
+        "$(nvidia-smi -L | wc -l): only the shell knows its value",
+        "`pwd`: only the shell knows its value",
+        "${x%/*}: only the shell knows its value",
+        "$1: only the shell knows its value",
+        '"$@": the script\'s own arguments come here',
+        '"${more[@]}": not set in the script, left out',
+    ]
+
+
+def test_a_comment_amid_a_command_is_told() -> None:
+    script = Script("run a=1 \\\n    # b=2 \\\n    c=3 \\\n")
+    assert script.launches[0].words == ["run", "a=1", "c=3"]
+    assert "line 2: a comment amid a command" in script.notes[0]
+
+
+def test_the_environment_of_a_command() -> None:
+    script = Script("export A=1\nB=2\nC=3 run x\nexport B\nrun y")
+    assert [launch.environment for launch in script.launches] == [
+        {"A": "1", "C": "3"},
+        {"A": "1", "B": "2"},
+    ]
+
+
+def test_branches_are_told() -> None:
+    script = Script("if [ $x = 1 ]; then n=2; else n=3; fi\nfor i in 1 2; do run n=$n; done")
+    assert ["run", "n=3"] in [launch.words for launch in script.launches]
+    assert "the script has branches or loops: each was read once, in order" in script.notes
+
+
+def test_commands_of_a_pipe_are_apart() -> None:
+    assert [launch.words for launch in Script("run a 2>&1 | tee log && b; c &").launches] == [
+        ["run", "a"], ["tee", "log"], ["b"], ["c"],
+    ]  # fmt: skip
