@@ -56,6 +56,12 @@ def _data(arguments: list[str]) -> int:
     return run_entry_point(command.run) or command.status
 
 
+def _retriever(arguments: list[str]) -> int:
+    from caldera.search_agent.retriever.command import RetrieverCommand
+
+    return run_entry_point(RetrieverCommand(arguments).run)
+
+
 OWN_PARSERS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "sft": _sft,
@@ -64,6 +70,7 @@ OWN_PARSERS: dict[str, Callable[[list[str]], int]] = {
     "generate": _generate,
     "eval": _evaluate,
     "data": _data,
+    "retriever": _retriever,
 }
 """Commands that read their arguments themselves, such as --config-name and keys."""
 
@@ -84,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("data", help="prepare public data sets, check data files")
     commands.add_parser("generate", help="sample answers to the prompts of a file: key=value ...")
     commands.add_parser("eval", help="score a file of answers: key=value ...")
+    commands.add_parser("retriever", help="index passages, and serve them to agents that search")
     _add_demo(commands)
     _add_report(commands)
     _add_merge(commands)

@@ -16,6 +16,7 @@ from caldera.config.optim import CONTENTS, CheckpointConfig, FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.config.reward_checks import check_reward_model
 from caldera.config.rollout_presets import check_rollout_correction, rollout_correction_preset
+from caldera.config.search_checks import check_search
 from caldera.config.strategies import check_strategies
 from caldera.errors import ConfigError, UnsupportedError
 
@@ -45,6 +46,7 @@ def check_consistency(config: PPOTrainerConfig) -> None:
     _check_correction(config)  # before the algorithm's: it applies the preset
     _check_algorithm(config)
     _check_data(config)
+    check_search(config)
     _warn_of_doubtful_values(config)
 
 
