@@ -73,6 +73,10 @@ COMMANDS = {
         "prepare public data sets, check data files",
         "caldera.cli:data", "caldera.data.prepare.command:parser",
     ),
+    "retriever": Command(
+        "index passages, and serve them to agents that search",
+        "caldera.cli:retriever", "caldera.search_agent.retriever.command:parser",
+    ),
     "demo": Command(
         "watch a model learn on this machine", "caldera.cli:demo", "caldera.cli:demo_parser"
     ),
@@ -137,6 +141,12 @@ def data(arguments: list[str]) -> int:
 
     command = DataCommand(arguments, find_scorer)
     return run_entry_point(command.run) or command.status
+
+
+def retriever(arguments: list[str]) -> int:
+    from caldera.search_agent.retriever.command import RetrieverCommand
+
+    return run_entry_point(RetrieverCommand(arguments).run)
 
 
 DEMO_HELP = """\

@@ -15,7 +15,6 @@ from caldera.config.reasons import (
     COMPUTED_HEAD,
     NO_IMAGES,
     NO_ROUTER_REPLAY,
-    NO_SEARCH,
     WEIGHTS_ARE_READ,
 )
 
@@ -127,7 +126,9 @@ class ActorConfig(ConfigGroup):
     """Ranks that share the tokens of each micro-batch."""
     entropy_from_logits_with_chunking: bool = refused(False, COMPUTED_HEAD, met=(True,))
     entropy_checkpointing: bool = refused(False, COMPUTED_HEAD, met=(True,))
-    state_masking: bool = refused(False, NO_SEARCH)
+    state_masking: bool = False
+    """With do_search, true says what always holds: passages that a search brought are not trained
+    on."""
     load_weight: bool = refused(True, WEIGHTS_ARE_READ)
     checkpoint: CheckpointConfig = nested(CheckpointConfig)
     optim: OptimizerConfig = nested(OptimizerConfig)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from caldera.config.fields import ConfigGroup, nested, option, refused
-from caldera.config.reasons import NO_SEARCH
 
 KL_TYPES = (
     *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full"),
@@ -56,8 +55,10 @@ class PfPpoConfig:
 
 @dataclass
 class StateMaskingConfig:
-    start_state_marker: str = refused("<information>", NO_SEARCH)
-    end_state_marker: str = refused("</information>", NO_SEARCH)
+    start_state_marker: str = "<information>"
+    """search_agent: what stands before the passages that a search brings."""
+    end_state_marker: str = "</information>"
+    """search_agent: what stands behind them."""
 
 
 @dataclass
@@ -89,6 +90,7 @@ class AlgorithmConfig(ConfigGroup):
     rollout_correction: RolloutCorrectionConfig = nested(RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = nested(FilterGroupsConfig)
     state_masking: StateMaskingConfig = nested(StateMaskingConfig)
+    no_think_rl: bool = refused(False, "what the policy thinks is trained like all that it says")
     use_pf_ppo: bool = False
     """Draw the samples of a batch anew by their scores, after GAE."""
     pf_ppo: PfPpoConfig = nested(PfPpoConfig)

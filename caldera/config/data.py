@@ -8,7 +8,12 @@ from typing import Any
 from omegaconf import II
 
 from caldera.config.fields import ConfigGroup, mapping, nested, option, refused
-from caldera.config.reasons import NO_AGENTS, NO_DATAGEN, NO_IMAGES, NO_SHARED_MEMORY
+from caldera.config.reasons import (
+    NO_DATAGEN,
+    NO_IMAGES,
+    NO_SHARED_MEMORY,
+    OTHER_KEY_OF_TOOLS,
+)
 
 
 @dataclass
@@ -54,6 +59,10 @@ class DataConfig(ConfigGroup):
     """Most tokens of a prompt."""
     max_response_length: int = option(512, minimum=1, unit="tokens")
     """Most tokens of an answer."""
+    max_start_length: int | None = option(None, minimum=1, unit="tokens")
+    """With do_search: most tokens of a prompt; null: max_prompt_length."""
+    max_obs_length: int = option(512, minimum=1, unit="tokens")
+    """search_agent: most tokens of what a search brings."""
     train_batch_size: int = option(1024, minimum=1, unit="prompts")
     """Prompts per training step."""
     gen_batch_size: int | None = option(None, minimum=1, unit="prompts")
@@ -61,7 +70,7 @@ class DataConfig(ConfigGroup):
     val_batch_size: int | None = option(None, minimum=1, unit="prompts")
     """Prompts per validation batch; null: all at once."""
     tool_config_path: str | None = refused(
-        II("actor_rollout_ref.rollout.multi_turn.tool_config_path"), NO_AGENTS
+        II("actor_rollout_ref.rollout.multi_turn.tool_config_path"), OTHER_KEY_OF_TOOLS
     )
     return_raw_input_ids: bool = refused(False, "raw_prompt_ids is always in the row")
     return_raw_chat: bool = True

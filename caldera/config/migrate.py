@@ -19,13 +19,13 @@ from caldera.config.megatron import OF_TORCH, OWN_BRIDGE
 from caldera.config.reasons import (
     ALWAYS_PACKED,
     COMPUTED_HEAD,
-    NO_AGENTS,
     NO_IMAGES,
     NO_OTHER_SAMPLER,
     NO_PROFILER,
     NO_ROUTER_REPLAY,
     NO_TRACE,
     NO_TRANSFER,
+    OTHER_KEY_OF_TOOLS,
 )
 from caldera.config.reward import NO_SERVER_OPTION
 from caldera.errors import ConfigError, UnsupportedError
@@ -49,6 +49,11 @@ MOVED = {
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
     ),
     "trainer.profile_steps": "global_profiler.steps",
+    # Those of Search-R1.
+    "actor_rollout_ref.rollout.n_agent": "actor_rollout_ref.rollout.n",
+    "data.train_data_num": "data.train_max_samples",
+    "data.val_data_num": "data.val_max_samples",
+    "data.shuffle_train_dataloader": "data.shuffle",
 }
 """Group or key of another release -> its place here; the longest match counts."""
 MOVED_SUPERVISED = {
@@ -79,8 +84,11 @@ VERLS_DEFAULTS: Tree = {
     "trainer.project_name": "verl_examples",
 }
 """What verl 0.5 to 0.7 take where a key is not given, and Caldera takes something else."""
-EMPTIED = ("custom_reward_function.", "reward_model.")
-"""Groups that later releases left behind when they moved them, with null for what is not given."""
+EMPTIED = (
+    "custom_reward_function.", "reward_model.", "data.train_max_samples", "data.val_max_samples",
+)  # fmt: skip
+"""Groups that later releases left behind when they moved them, with null for what is not given,
+and keys in which null asks for the default."""
 NULL_IS_A_VALUE = ("reward_model.model.input_tokenizer",)
 """Keys of theirs that no later release has: null is what someone asks for."""
 
@@ -94,12 +102,11 @@ LATER_REASONS = {
     "actor_rollout_ref.rollout.disaggregation": NO_OTHER_SAMPLER,
     "actor_rollout_ref.rollout.checkpoint_engine": NO_TRANSFER,
     "actor_rollout_ref.rollout.moe_load_balance_metrics_interval": NO_BALANCE_METRICS,
-    "actor_rollout_ref.rollout.multi_turn": NO_AGENTS,
     "actor_rollout_ref.rollout.trace": NO_TRACE,
     "actor_rollout_ref.rollout.full_determinism": "kernels are those that torch picks",
     "actor_rollout_ref.rollout": NO_TRANSFER,
     "critic.loss_scale_factor": "the critic's loss is scaled by the response length",
-    "data.function_tool_path": NO_AGENTS,
+    "data.function_tool_path": OTHER_KEY_OF_TOOLS,
     "data": NO_IMAGES,
     "distillation": "distillation from a teacher is not part of this release",
     "reward.reward_model": NO_SERVER_OPTION,

@@ -12,7 +12,7 @@ from caldera.config.data import DataConfig
 from caldera.config.fields import ConfigGroup, mapping, nested, option, refused
 from caldera.config.model import ModelConfig
 from caldera.config.profiling import GlobalProfilerConfig
-from caldera.config.reasons import NO_SEARCH, NO_TRANSFER
+from caldera.config.reasons import NO_TRANSFER
 from caldera.config.reward import (
     CustomRewardFunctionConfig,
     RewardConfig,
@@ -36,8 +36,12 @@ class ActorRolloutRefConfig(ConfigGroup):
 
 @dataclass
 class RetrieverConfig:
-    url: str | None = refused(None, NO_SEARCH)
-    topk: int = refused(3, NO_SEARCH)
+    """The service that search_agent asks."""
+
+    url: str | None = None
+    """Its address, such as http://127.0.0.1:8000/retrieve."""
+    topk: int = option(3, minimum=1, unit="passages")
+    """Passages that a search brings."""
 
 
 @dataclass
@@ -67,6 +71,9 @@ class PPOTrainerConfig(ConfigGroup):
     global_profiler: GlobalProfilerConfig = nested(GlobalProfilerConfig)
     transfer_queue: TransferQueueConfig = nested(TransferQueueConfig)
     ray_kwargs: RayConfig = nested(RayConfig)
-    do_search: bool = refused(False, NO_SEARCH)
-    max_turns: int = refused(1, NO_SEARCH)
+    do_search: bool = False
+    """Sample by search_agent, with Search-R1's keys; rollout.response_length is then that of all
+    turns together."""
+    max_turns: int = option(1, minimum=1, unit="turns")
+    """search_agent: turns in which the policy may search; one more follows, for the answer."""
     retriever: RetrieverConfig = nested(RetrieverConfig)

@@ -11,7 +11,6 @@ from caldera.config.fields import ConfigGroup, mapping, nested, option, refused
 from caldera.config.model import MtpConfig
 from caldera.config.profiling import RolloutProfilerConfig
 from caldera.config.reasons import (
-    NO_AGENTS,
     NO_OTHER_SAMPLER,
     NO_PROMETHEUS,
     NO_ROUTER_REPLAY,
@@ -40,18 +39,36 @@ class ValKwargs(ConfigGroup):
 
 @dataclass
 class MultiTurnConfig:
-    enable: bool = refused(False, NO_AGENTS)
-    max_assistant_turns: int | None = refused(None, NO_AGENTS)
-    max_user_turns: int | None = refused(None, NO_AGENTS)
-    tool_config_path: str | None = refused(None, NO_AGENTS)
-    max_parallel_calls: int = refused(1, NO_AGENTS)
-    max_tool_response_length: int = refused(256, NO_AGENTS)
-    tool_response_truncate_side: str = refused("middle", NO_AGENTS)
-    interaction_config_path: str | None = refused(None, NO_AGENTS)
-    use_inference_chat_template: bool = refused(False, NO_AGENTS)
-    tokenization_sanity_check_mode: str = refused("strict", NO_AGENTS)
-    format: str = refused("hermes", NO_AGENTS)
-    num_repeat_rollouts: int | None = refused(None, NO_AGENTS)
+    enable: bool = False
+    """Sample by agent loops, even if all rows ask for the one of a single turn."""
+    max_assistant_turns: int | None = option(None, minimum=1, unit="turns")
+    """Most answers of a trajectory; null: as many as the response has room for."""
+    max_user_turns: int | None = option(None, minimum=1, unit="turns")
+    """Most times that tools or an interaction answer; null: as above."""
+    tool_config_path: str | None = None
+    """YAML file of the tools."""
+    function_tool_path: str | None = None
+    """Python file or module whose functions with @function_tool are tools."""
+    max_parallel_calls: int = option(1, minimum=1, unit="calls")
+    """Calls of one answer that are run, at the same time."""
+    max_tool_response_length: int = option(256, minimum=1, unit="characters")
+    """Most that a tool tells the model; the rest is cut."""
+    tool_response_truncate_side: str = option("middle", choices=("left", "middle", "right"))
+    """What is kept then: left the head, right the tail, middle half of each."""
+    interaction_config_path: str | None = None
+    """YAML file of the interactions."""
+    use_inference_chat_template: bool = refused(False, "sampled tokens stay as they were sampled")
+    tokenization_sanity_check_mode: str = option(
+        "strict", choices=("strict", "disable", "ignore_strippable")
+    )
+    """Whether the start checks that the chat template can have turns appended: disable does not,
+    the others do alike, since nothing is encoded again that could differ in white space."""
+    format: str = "hermes"
+    """How the model writes tool calls: hermes, openai, qwen3_coder, gpt-oss, react."""
+    turn_rewards: str = option("trajectory", choices=("trajectory", "turn", "mixed"))
+    """Reward: the scorer's on the last token; what tools and interactions gave each turn, on that
+    turn's last token; or both."""
+    num_repeat_rollouts: int | None = refused(None, "rollout.n says how many answers a prompt has")
 
 
 @dataclass
@@ -62,9 +79,14 @@ class CustomServerConfig:
 
 @dataclass
 class AgentConfig:
-    num_workers: int = refused(8, NO_AGENTS)
-    default_agent_loop: str = refused("single_turn_agent", NO_AGENTS)
-    agent_loop_config_path: str | None = refused(None, NO_AGENTS)
+    num_workers: int = refused(8, "trajectories are tasks in the processes that sample")
+    default_agent_loop: str = "single_turn_agent"
+    """Loop of rows that have no agent_name: single_turn_agent, tool_agent, react_agent,
+    search_agent, or one of your own."""
+    agent_loop_config_path: str | None = None
+    """YAML file of loops of your own."""
+    max_concurrent: int | None = option(None, minimum=1, unit="trajectories a process")
+    """Trajectories that run at the same time; null: all of the batch."""
     custom_async_server: CustomServerConfig = nested(CustomServerConfig)
 
 

@@ -17,6 +17,7 @@ from caldera.config.ppo import PPOTrainerConfig
 from caldera.config.profiling import ProfilerConfig, check_profilers
 from caldera.config.reward_checks import check_reward_model
 from caldera.config.rollout_presets import check_rollout_correction, rollout_correction_preset
+from caldera.config.search_checks import check_search
 from caldera.config.strategies import check_strategies
 from caldera.errors import ConfigError, UnsupportedError
 
@@ -47,6 +48,7 @@ def check_consistency(config: PPOTrainerConfig) -> None:
     _check_algorithm(config)
     _check_data(config)
     check_profilers(config.global_profiler, profilers_of(config))
+    check_search(config)
     _warn_of_doubtful_values(config)
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from caldera.errors import ConfigError, nearest
 from caldera.storage import local_path
+
+T = TypeVar("T")
+_OURS = re.compile(r"^verl\.(?:experimental\.)?")
 
 
 def load_object(path: str, name: str | None, key: str) -> Any:
@@ -20,10 +24,7 @@ def load_object(path: str, name: str | None, key: str) -> Any:
     `path` is `/x/y.py`, the URL of such a file, or `pkg://a.b.c`; `key` is the configuration node
     that holds the path and the name, such as `data.custom_cls`.
     """
-    if path.startswith("pkg://"):
-        module = _import_package(path.removeprefix("pkg://"), key)
-    else:
-        module = _import_file(Path(local_path(path, key)).expanduser(), key)
+    module = load_module(path, key)
     defined = _defined_names(module)
     if not name:
         raise ConfigError(f"{key}: {path} is given without a name; it defines {_listed(defined)}")
@@ -32,6 +33,28 @@ def load_object(path: str, name: str | None, key: str) -> Any:
         hint = f" (did you mean {guess!r}?)" if guess else ""
         raise ConfigError(f"{key}: {path} has no {name!r}{hint}; it defines {_listed(defined)}")
     return getattr(module, name)
+
+
+def load_class(dotted: str, base: type[T], key: str) -> type[T]:
+    """The class `a.b.C`, or `file.py:C`, which must be derived from `base`.
+
+    What files written for verl name after its own packages is here under the same names.
+    """
+    path, _, name = dotted.rpartition(":")
+    if not path:
+        module, _, name = dotted.rpartition(".")
+        path = f"pkg://{_OURS.sub('caldera.', module)}"
+    found = load_object(path, name, key)
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise ConfigError(f"{key}={dotted!r}: must be a class derived from {base.__qualname__}")
+    return found
+
+
+def load_module(path: str, key: str) -> ModuleType:
+    """The module of such a path."""
+    if path.startswith("pkg://"):
+        return _import_package(path.removeprefix("pkg://"), key)
+    return _import_file(Path(local_path(path, key)).expanduser(), key)
 
 
 def _import_package(dotted: str, key: str) -> ModuleType:

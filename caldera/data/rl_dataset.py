@@ -92,6 +92,10 @@ class RLHFDataset(Dataset[Row]):
         fields["interaction_kwargs"] = extra_info.get("interaction_kwargs") or {}
         return fields
 
+    def column_values(self, name: str) -> set[Any]:
+        """The different values of a column, None among them if a row has none."""
+        return {self._table.rows[row].get(name) for row in self._selected}
+
     def _select(self, max_samples: int) -> list[int]:
         total = len(self._table.rows)
         if not 0 < max_samples < total:

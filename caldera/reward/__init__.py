@@ -16,7 +16,7 @@ from caldera.reward.manager import (
     compute_reward,
 )
 from caldera.reward.prime import PrimeRewardManager, RemoteRewardManager
-from caldera.reward.samples import FAILED, TIMED_OUT, VALUE
+from caldera.reward.samples import FAILED, TIMED_OUT, VALUE, Outcome
 from caldera.reward.streaming import ROWS, StreamingScorer, streams
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "GDPORewardManager",
     "LimitedRewardManager",
     "NaiveRewardManager",
+    "Outcome",
     "PrimeRewardManager",
     "RemoteRewardManager",
     "RewardManager",

@@ -142,6 +142,6 @@ class StreamedScoring:
         row = completions_to_batch(
             prompt, [completion], self._response_length, prompt.meta_info["pad_token_id"], False
         )
-        columns: dict[str, Any] = prompt.non_tensor_batch[ROWS][0]
+        columns: dict[str, Any] = prompt.non_tensor_batch[ROWS][0] | completion.columns
         row.non_tensor_batch |= {key: object_array([value]) for key, value in columns.items()}
         return row

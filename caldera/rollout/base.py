@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,8 @@ class Completion:
     """Beside each token, the most likely ones with their log-probs, if they were asked for."""
     prompt_log_probs: list[float] | None = None
     """Of each token of the prompt but the first, if they were asked for."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Of an agent's trajectory: what its scorer is told beside the tokens, by column."""
 
     def token_versions(self) -> list[int]:
         """The version that sampled each token."""

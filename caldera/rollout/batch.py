@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,30 +21,35 @@ if TYPE_CHECKING:
 def requests_from_batch(
     prompts: DataProto, config: RolloutConfig, eos_token_ids: Iterable[int], seeds: Sequence[int]
 ) -> list[Request]:
-    """One request a row, from `raw_prompt_ids` where the batch has them, else from `input_ids`.
+    """One request a row, from `raw_prompt_ids` where the batch has them, else from `input_ids`."""
+    if len(seeds) != len(prompts):
+        raise ProtocolError(f"{len(prompts)} prompts need as many seeds, got {len(seeds)}")
+    params = sampling_params(prompts.meta_info, config, eos_token_ids)
+    return [
+        Request(ids, replace(params, max_tokens=_max_tokens(len(ids), config)), seed)
+        for ids, seed in zip(_prompt_ids(prompts), seeds, strict=True)
+    ]
+
+
+def sampling_params(
+    meta: Mapping[str, Any], config: RolloutConfig, eos_token_ids: Iterable[int]
+) -> SamplingParams:
+    """How the answers to a batch are sampled.
 
     `validate` in the meta information samples with `val_kwargs`; `do_sample` and `temperature`
     there override what the config says.
     """
-    if len(seeds) != len(prompts):
-        raise ProtocolError(f"{len(prompts)} prompts need as many seeds, got {len(seeds)}")
-    meta = prompts.meta_info
     defaults = config.val_kwargs if meta.get("validate", False) else config
     do_sample = meta.get("do_sample", defaults.do_sample)
     temperature = meta.get("temperature", defaults.temperature) if do_sample else 0.0
-    stops = frozenset(eos_token_ids)
-    requests = []
-    for prompt_ids, seed in zip(_prompt_ids(prompts), seeds, strict=True):
-        params = SamplingParams(
-            max_tokens=_max_tokens(len(prompt_ids), config),
-            temperature=float(temperature),
-            top_k=int(defaults.top_k),
-            top_p=float(defaults.top_p),
-            stop_token_ids=stops,
-            ignore_eos=config.ignore_eos,
-        )
-        requests.append(Request(prompt_ids, params, seed))
-    return requests
+    return SamplingParams(
+        max_tokens=config.response_length,
+        temperature=float(temperature),
+        top_k=int(defaults.top_k),
+        top_p=float(defaults.top_p),
+        stop_token_ids=frozenset(eos_token_ids),
+        ignore_eos=config.ignore_eos,
+    )
 
 
 def _max_tokens(prompt_length: int, config: RolloutConfig) -> int:

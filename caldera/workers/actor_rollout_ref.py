@@ -17,12 +17,13 @@ from caldera.models.forward import base_module, without_adapter
 from caldera.models.loading import DTYPES, Built, build_policy, load_policy
 from caldera.protocol import DataProto
 from caldera.rollout import ROLLOUTS, Rollout
-from caldera.rollout.batch import completions_to_batch, requests_from_batch
+from caldera.rollout.batch import completions_to_batch, requests_from_batch, sampling_params
 from caldera.single_controller import (
     Dispatch,
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from caldera.workers.agents import Agents, MakeAgents
 from caldera.workers.building import (
     build_engine,
     compiles,
@@ -54,9 +55,10 @@ class ActorRolloutRefWorker(ProfiledWorker):
 
     def __init__(
         self, config: ActorRolloutRefConfig, role: str, device: str,
-        make_scorer: MakeScorer | None = None,
+        make_scorer: MakeScorer | None = None, make_agents: MakeAgents | None = None,
     ) -> None:  # fmt: skip
-        """`make_scorer` makes what scores answers as they are sampled."""
+        """`make_scorer` makes what scores answers as they are sampled, `make_agents` what has
+        conversations and tool calls sampled instead of single answers."""
         profilers = {part: getattr(config, part).profiler for part in ("actor", "ref", "rollout")}
         super().__init__(profilers)
         self.config = config
@@ -64,6 +66,8 @@ class ActorRolloutRefWorker(ProfiledWorker):
         self._with_reference = "ref" in role
         self._make_scorer = make_scorer
         self._scorer: Scorer | None = None
+        self._make_agents = make_agents
+        self._agents: Agents | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -92,6 +96,8 @@ class ActorRolloutRefWorker(ProfiledWorker):
         config, meta = self.config.rollout, prompts.meta_info
         seeds = [int(seed) for seed in prompts.non_tensor_batch["sample_seed"]]
         stops = stop_tokens(self.actor.module, meta["eos_token_id"])
+        if self._make_agents is not None:
+            return self._run_agents(prompts, seeds, stops)
         requests = requests_from_batch(prompts, config, stops, seeds)
         with self._begin_scoring(prompts) as scoring, self.sharding_manager:
             completions = self.rollout.generate(requests, scoring.on_finished)
@@ -169,6 +175,18 @@ class ActorRolloutRefWorker(ProfiledWorker):
         """Read the actor back."""
         with on_device(self.actor, optimizer=True):
             self.actor.load(folder, self.config.actor.checkpoint.load_contents)
+
+    def _run_agents(self, prompts: DataProto, seeds: list[int], stops: set[int]) -> DataProto:
+        """Sample a trajectory a row, of as many turns as its agent loop takes."""
+        if self._agents is None:
+            assert self._make_agents is not None
+            self._agents = self._make_agents()
+        rows = list(prompts.non_tensor_batch[REWARD_ROWS])
+        params = sampling_params(prompts.meta_info, self.config.rollout, stops)
+        pad = prompts.meta_info["pad_token_id"]
+        with self._begin_scoring(prompts) as scoring, self.sharding_manager:
+            answers = self._agents(rows, seeds, self.rollout, params, pad, scoring.on_finished)
+        return scoring.join(answers)
 
     def _begin_scoring(self, prompts: DataProto) -> RolloutScoring:
         """What is told of each answer as it ends: the scorer, if the controller sends it rows."""

@@ -6,7 +6,7 @@ Those that a run does not have, such as the reference's log-probs, may be missin
 from __future__ import annotations
 
 REWARD_ROWS = "reward_rows"
-"""Column of what a scorer needs to know of each row, where answers are scored as they end."""
+"""Column of what is known of each row: for agent loops, and for scoring answers as they end."""
 PROMPTS = ("input_ids", "attention_mask", "raw_prompt_ids", "sample_seed", REWARD_ROWS)
 ANSWERS = ("input_ids", "attention_mask", "responses")
 CONVERSATIONS = (*ANSWERS, "raw_prompt")

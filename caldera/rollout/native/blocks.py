@@ -75,6 +75,7 @@ class BlockManager:
         """Have no pages: no row may own any."""
         assert not self.owned.any(), "a row owns pages"
         self.forget()
+        self.tables[:] = 0  # what lies behind a row's own pages is read, too, and must exist
         self.references = self.references[:0]
         self._free.clear()
 

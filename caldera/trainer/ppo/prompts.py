@@ -16,13 +16,13 @@ SAMPLER_TENSORS = ["input_ids", "attention_mask", "position_ids"]
 
 def stamp_rows(
     rows: Batch, repeats: int, root_seed: int, place: tuple[int | str, ...], meta: dict[str, Any],
-    streams: bool = False,
+    sends_rows: bool = False,
 ) -> tuple[DataProto, DataProto]:  # fmt: skip
     """(what the sampler needs, what stays with the driver), each row `repeats` times.
 
     The n-th repetition of a row gets a seed of its own, and all share the row's uid. Both are
     functions of the root seed, the place in the run and the row's position in the batch. Where the
-    sampler's process scores (`streams`), it also gets the columns of each row.
+    sampler's process scores, or runs agent loops, it also gets the columns of each row.
     """
     batch = DataProto.from_single_dict(dict(rows))
     prefix = "-".join(str(part) for part in place)
@@ -36,7 +36,7 @@ def stamp_rows(
     ids = [key for key in ("raw_prompt_ids",) if key in batch.non_tensor_batch]
     prompts = batch.pop(SAMPLER_TENSORS, ["sample_seed", *ids])
     prompts.meta_info.update(meta)
-    if streams:
+    if sends_rows:
         columns = batch.non_tensor_batch
         prompts.non_tensor_batch[ROWS] = object_array(
             [{key: column[row] for key, column in columns.items()} for row in range(len(batch))]

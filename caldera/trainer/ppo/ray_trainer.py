@@ -33,7 +33,7 @@ from caldera.data import (
     registered_or_own,
 )
 from caldera.protocol import DataProto, tensors_of
-from caldera.reward import RewardManager, compute_reward, streams
+from caldera.reward import RewardManager, streams
 from caldera.single_controller import (
     ClassWithInitArgs,
     ResourcePool,
@@ -52,6 +52,7 @@ from caldera.trainer.ppo.advantage import (
     rewarded_part,
     variance_metrics,
 )
+from caldera.trainer.ppo.agent_rows import agent_metrics, with_agent_columns
 from caldera.trainer.ppo.dealing import DealtGroup
 from caldera.trainer.ppo.dynamic_sampling import GroupFilter
 from caldera.trainer.ppo.metrics import (
@@ -65,6 +66,7 @@ from caldera.trainer.ppo.reward_servers import RewardServers
 from caldera.trainer.ppo.rewards import (
     component_metrics,
     record_scores,
+    score_answers,
     takes_part,
     waited_for_rewards,
 )
@@ -95,6 +97,7 @@ class RayPPOTrainer:
         train_loader: StatefulLoader,
         val_loader: FixedLoader,
         reward_servers: RewardServers,
+        has_agents: bool = False,
     ) -> None:
         # Unknown names fail before any work.
         registered_or_own(ADV_ESTIMATORS, config.algorithm.adv_estimator)
@@ -107,7 +110,7 @@ class RayPPOTrainer:
         self._groups: dict[str, WorkerGroup] = {}
         self.reward_fn = reward_fn
         self.reward_servers = reward_servers
-        self.streams = streams(config, reward_fn)
+        self.sends_rows = has_agents or streams(config, reward_fn)
         self.train_loader = train_loader
         self.use_critic = needs_critic(config)
         self.use_reference = needs_reference(config)
@@ -124,6 +127,7 @@ class RayPPOTrainer:
         self.validator = Validator(
             config, tokenizer, val_loader, val_reward_fn,
             lambda prompts: self.actor_rollout_wg.generate_sequences(prompts), self._meta,
+            self.sends_rows,
         )  # fmt: skip
 
     def init_workers(self) -> None:
@@ -200,7 +204,7 @@ class RayPPOTrainer:
                 metrics |= self._validate(progress)
         gpus = self.resource_pool_manager.get_n_gpus()
         metrics |= self.actor_rollout_wg.metrics(batch)
-        metrics |= compute_data_metrics(batch, self.use_critic)
+        metrics |= compute_data_metrics(batch, self.use_critic) | agent_metrics(batch)
         metrics |= component_metrics(batch, self.config)
         metrics |= compute_timing_metrics(batch, timing)
         metrics |= compute_throughput_metrics(batch, timing, gpus)
@@ -236,14 +240,16 @@ class RayPPOTrainer:
         rollout = self.config.actor_rollout_ref.rollout
         place: tuple[int | str, ...] = ("train", self.global_steps)
         place += (attempt,) if attempt else ()
-        prompts, batch = stamp_rows(rows, rollout.n, rollout.seed, place, self._meta, self.streams)
+        prompts, batch = stamp_rows(
+            rows, rollout.n, rollout.seed, place, self._meta, self.sends_rows
+        )
         with marked_timer("gen", timing):
             answers = self.actor_rollout_wg.generate_sequences(prompts)
         waited_for_rewards(answers, timing)
         if self.config.algorithm.adv_estimator == "remax":
             with marked_timer("gen_max", timing):
                 tensors_of(answers)["reward_baselines"] = self._greedy_rewards(prompts, batch)
-        return batch.union(answers)
+        return batch.union(with_agent_columns(answers))
 
     def _score(self, batch: DataProto, timing: dict[str, float]) -> None:
         """Adds token_level_scores, has_reward, and what else the scorer said of each sample."""
@@ -304,7 +310,8 @@ class RayPPOTrainer:
         n = self.config.actor_rollout_ref.rollout.n
         firsts = prompts[::n]
         firsts.meta_info = prompts.meta_info | {"do_sample": False}
-        answers = batch[::n].union(self.actor_rollout_wg.generate_sequences(firsts))
+        sampled = self.actor_rollout_wg.generate_sequences(firsts)
+        answers = batch[::n].union(with_agent_columns(sampled))
         rewards, extras = self._rewards(answers)
         is_there = takes_part(extras, len(answers), self.config)
         return torch.where(is_there, rewards.sum(-1), torch.nan).repeat_interleave(n)
@@ -313,7 +320,7 @@ class RayPPOTrainer:
         """What the reward model, if there is one, and the reward manager say of each answer."""
         if self.rm_wg is not None:
             batch.union(self.rm_wg.compute_rm_score(batch))
-        return compute_reward(batch, self.reward_fn)
+        return score_answers(batch, self.reward_fn, self.config)
 
     def _mean_entropy(self, outputs: DataProto, batch: DataProto) -> Metrics:
         """Take the entropies out of the outputs: their mean is all that is kept."""

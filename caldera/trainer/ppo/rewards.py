@@ -13,10 +13,66 @@ from torch import Tensor
 from caldera.config import PPOTrainerConfig
 from caldera.data import object_array
 from caldera.protocol import DataProto, tensors_of
-from caldera.reward import FAILED, OUTCOMES, TIMED_OUT, VALUE
+from caldera.reward import (
+    FAILED,
+    OUTCOMES,
+    TIMED_OUT,
+    VALUE,
+    Outcome,
+    RewardManager,
+    compute_reward,
+)
+from caldera.trainer.ppo.agent_rows import DUMPED, facts_in
 
 Metrics = dict[str, float]
 Extras = dict[str, list[Any]]
+
+
+def score_answers(
+    batch: DataProto, reward_fn: RewardManager, config: PPOTrainerConfig
+) -> tuple[Tensor, Extras]:
+    """The reward of every token (B, R), and what else the scorers said of each sample.
+
+    A reward that an agent loop gave is kept, and its row is not scored. Those that tools and
+    interactions gave to turns count as `multi_turn.turn_rewards` says.
+    """
+    facts = facts_in(batch)
+    given = [fact.reward_score for fact in facts]
+    if any(score is not None for score in given):
+        known = batch.non_tensor_batch.get(OUTCOMES, object_array([None] * len(batch)))
+        batch.non_tensor_batch[OUTCOMES] = object_array(
+            [
+                outcome if score is None else Outcome(float(score), {"acc": float(score)})
+                for outcome, score in zip(known, given, strict=True)
+            ]
+        )
+    scores, extras = compute_reward(batch, reward_fn)  # (B, R)
+    if not facts:
+        return scores, extras
+    scores = scores.clone()  # it may be the batch's own, of a reward model
+    _keep_given(batch, given, scores, extras)
+    how = config.actor_rollout_ref.rollout.multi_turn.turn_rewards
+    if how != "trajectory":
+        scores = scores if how == "mixed" else torch.zeros_like(scores)
+        for row, fact in enumerate(facts):
+            for place, reward in fact.turn_rewards:
+                scores[row, place] += reward
+    return scores, extras
+
+
+def _keep_given(
+    batch: DataProto, given: Sequence[float | None], scores: Tensor, extras: Extras
+) -> None:
+    """Put the agents' own rewards in place of what a manager of whole batches may have said."""
+    last = tensors_of(batch)["attention_mask"][:, -scores.shape[-1] :].sum(-1) - 1  # (B,)
+    for row, score in enumerate(given):
+        if score is None:
+            continue
+        scores[row] = 0
+        if last[row] >= 0:
+            scores[row, last[row]] = score
+        if "reward_state" in extras:
+            extras["reward_state"][row], extras["reward_error"][row] = VALUE, None
 
 
 def record_scores(
@@ -34,7 +90,7 @@ def record_scores(
     batch.non_tensor_batch.pop(OUTCOMES, None)
     for key, values in extras.items():
         batch.non_tensor_batch[key] = object_array(values)
-    return list(extras)
+    return [*extras, *(key for key in DUMPED if key in batch.non_tensor_batch)]
 
 
 def takes_part(extras: Mapping[str, Sequence[Any]], rows: int, config: PPOTrainerConfig) -> Tensor:

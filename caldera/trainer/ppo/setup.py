@@ -31,10 +31,12 @@ from caldera.models.loading import import_external, is_language_model
 from caldera.reward import StreamingScorer, load_reward_manager, streams
 from caldera.single_controller import ClassWithInitArgs, ResourcePoolManager, Role
 from caldera.tracking import check_loggers
+from caldera.trainer.ppo.agents import data_with_tools, make_agents
 from caldera.trainer.ppo.groups import make_groups_for
 from caldera.trainer.ppo.ray_trainer import MakeGroups, RayPPOTrainer, total_training_steps
 from caldera.trainer.ppo.reward_servers import RewardServers
 from caldera.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+from caldera.workers.agents import MakeAgents
 from caldera.workers.scoring import MakeScorer
 
 logger = logging.getLogger(__name__)
@@ -133,12 +135,14 @@ class TaskRunner:
             custom_chat_template=model.custom_chat_template,
             key=f"actor_rollout_ref.model.{'tokenizer_path' if model.tokenizer_path else 'path'}",
         )
+        prompts = data_with_tools(config)
         train_set = create_rl_dataset(
-            data.train_files, data, tokenizer, max_samples=data.train_max_samples
+            data.train_files, prompts, tokenizer, max_samples=data.train_max_samples
         )
         val_set = create_rl_dataset(
-            data.val_files, data, tokenizer, max_samples=data.val_max_samples
+            data.val_files, prompts, tokenizer, max_samples=data.val_max_samples
         )
+        agents = make_agents(config, tokenizer, (train_set, val_set))
         train_loader = create_train_loader(train_set, data)
         total = total_training_steps(config, train_loader)
         config.actor_rollout_ref.actor.optim.total_training_steps = total
@@ -151,7 +155,7 @@ class TaskRunner:
         return RayPPOTrainer(
             config,
             tokenizer,
-            self._workers(config, make_scorer),
+            self._workers(config, make_scorer, agents),
             self._pools(config),
             self._make_groups,
             servers.awake(reward_fn),
@@ -159,15 +163,16 @@ class TaskRunner:
             train_loader,
             create_val_loader(val_set, data),
             servers,
+            has_agents=agents is not None,
         )
 
     def _workers(
-        self, config: PPOTrainerConfig, make_scorer: MakeScorer | None
+        self, config: PPOTrainerConfig, make_scorer: MakeScorer | None, agents: MakeAgents | None
     ) -> dict[Role, ClassWithInitArgs]:
         """How to make the worker of each role that this run needs."""
         device, parts = str(config.trainer.device), config.actor_rollout_ref
         policy = Role.ActorRolloutRef if needs_reference(config) else Role.ActorRollout
-        arguments = (parts, policy.value, device, make_scorer)
+        arguments = (parts, policy.value, device, make_scorer, agents)
         workers = {policy: ClassWithInitArgs(ActorRolloutRefWorker, *arguments)}
         if needs_critic(config):
             workers[Role.Critic] = ClassWithInitArgs(

@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from caldera.config import PPOTrainerConfig
 from caldera.data import FixedLoader
 from caldera.protocol import DataProto, tensors_of
-from caldera.reward import VALUE, RewardManager, compute_reward, streams
+from caldera.reward import VALUE, RewardManager
 from caldera.tracking import Generation, GenerationDump, select_val_generations
+from caldera.trainer.ppo.agent_rows import DUMPED, facts_in, with_agent_columns
 from caldera.trainer.ppo.prompts import stamp_rows
-from caldera.trainer.ppo.rewards import takes_part
+from caldera.trainer.ppo.rewards import score_answers, takes_part
 from caldera.trainer.ppo.validation_metrics import (
     name_validation_metrics,
     process_validation_metrics,
@@ -33,6 +34,8 @@ class Answers:
         self.sources: list[str] = []
         self.uids: list[str] = []
         self.extras: dict[str, list[Any]] = {}
+        self.of_agents: dict[str, list[Any]] = {}
+        """Columns of trajectories, which are written down and not averaged."""
 
     def add(
         self,
@@ -56,12 +59,22 @@ class Answers:
             # A scorer of one data source may say what another's does not.
             held = self.extras.setdefault(key, [None] * seen)
             held += extras.get(key, [None] * len(scores))
+        for key in DUMPED if facts_in(batch) else ():
+            self.of_agents.setdefault(key, []).extend(columns.get(key, [None] * len(scores)))
 
     def variables(self) -> dict[str, list[Any]]:
         """What is averaged over answers: those without a reward are left out."""
         pairs = zip(self.scores, self.is_rewarded, strict=True)
         rewards = [score if is_there else None for score, is_there in pairs]
         return {"reward": rewards, **self.extras}
+
+    def turns(self) -> dict[str, float]:
+        """`val-aux/num_turns/{min,max,mean}` of trajectories."""
+        turns = self.of_agents.get("__num_turns__")
+        if not turns:
+            return {}
+        spread = {"min": min(turns), "max": max(turns), "mean": sum(turns) / len(turns)}
+        return {f"val-aux/num_turns/{name}": float(value) for name, value in spread.items()}
 
     def failures(self) -> dict[str, float]:
         """`val-aux/{source}/reward_failed/count`: answers that could not be scored."""
@@ -83,12 +96,13 @@ class Validator:
         reward_fn: RewardManager,
         generate: Callable[[DataProto], DataProto],
         meta: dict[str, Any],
+        sends_rows: bool,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._loader = loader
         self._reward_fn = reward_fn
-        self._streams = streams(config, reward_fn)
+        self._sends_rows = sends_rows
         self._generate = generate
         self._meta = meta
         self._shown: list[Generation] = []
@@ -98,7 +112,7 @@ class Validator:
         answers = Answers()
         for number, rows in enumerate(self._loader):
             batch = self._answer(rows, number)
-            rewards, extras = compute_reward(batch, self._reward_fn)
+            rewards, extras = score_answers(batch, self._reward_fn, self._config)
             is_rewarded = takes_part(extras, len(batch), self._config).tolist()
             answers.add(
                 batch, rewards.sum(-1).tolist(), extras, is_rewarded, self._tokenizer,
@@ -107,7 +121,7 @@ class Validator:
         self._keep(step, answers)
         variables = answers.variables()
         by_source = process_validation_metrics(answers.sources, answers.uids, variables)
-        return name_validation_metrics(by_source) | answers.failures()
+        return name_validation_metrics(by_source) | answers.failures() | answers.turns()
 
     def take_shown(self) -> list[Generation]:
         """The answers that the last validation shows, once."""
@@ -120,9 +134,9 @@ class Validator:
         place = ("validation", number)
         meta = {**self._meta, "validate": True}
         prompts, batch = stamp_rows(
-            rows, rollout.val_kwargs.n, rollout.seed, place, meta, self._streams
+            rows, rollout.val_kwargs.n, rollout.seed, place, meta, self._sends_rows
         )
-        return batch.union(self._generate(prompts))
+        return batch.union(with_agent_columns(self._generate(prompts)))
 
     def _keep(self, step: int, answers: Answers) -> None:
         trainer = self._config.trainer
@@ -130,7 +144,7 @@ class Validator:
             with GenerationDump(Path(trainer.validation_data_dir).expanduser()) as dump:
                 dump.write(
                     step, answers.inputs, answers.outputs, answers.ground_truths, answers.scores,
-                    {**answers.extras, "uid": answers.uids},
+                    {**answers.extras, **answers.of_agents, "uid": answers.uids},
                 )  # fmt: skip
         self._shown = select_val_generations(
             answers.inputs, answers.outputs, answers.scores, trainer.log_val_generations

@@ -23,6 +23,7 @@ class Line:
     refusal: str | None = None
     schema: type = PPOTrainerConfig
     config_name: str = "ppo_trainer"
+    has_critic: bool = True
 
     @property
     def overrides(self) -> list[str]:
@@ -119,16 +120,8 @@ LINES = {
         GRPO,
         "actor_rollout_ref.rollout.name='vllm' is not part of this release; takes native, hf",
     ),
-    "tools and DAPO": Line(
-        START + TOOLS,
-        "actor_rollout_ref.rollout.multi_turn.enable=True is not supported: agent loops are not "
-        "part of this release",
-    ),
-    "search agent": Line(
-        START + SEARCH,
-        "actor_rollout_ref.actor.state_masking=True is not supported: the search agent is not "
-        "part of this release",
-    ),
+    "tools and DAPO": Line(START + TOOLS, has_critic=False),
+    "search agent": Line(START + SEARCH),
     "Megatron": Line(
         PPO.replace("trainer.n_gpus_per_node=1", "").replace("data.train_batch_size=16", "")
         + MEGATRON,
@@ -175,7 +168,7 @@ def test_a_line_runs_or_is_refused_with_one_reason(line: Line) -> None:
             load_config(line.overrides, line.config_name)
         assert str(raised.value) == line.refusal
     elif line.schema is PPOTrainerConfig:
-        assert needs_critic(load_config(line.overrides, line.config_name))
+        assert needs_critic(load_config(line.overrides, line.config_name)) is line.has_critic
     else:
         check_values(compose_config(line.overrides, line.config_name, None, line.schema))
 
@@ -210,14 +203,19 @@ actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.clip_ratio_low
 actor_rollout_ref.actor.clip_ratio_high=0.28 data.custom_cls.path=mine.py data.custom_cls.name=Mine
 data.max_response_length=16384 actor_rollout_ref.rollout.val_kwargs.n=30
 actor_rollout_ref.rollout.multi_turn.format=hermes
+actor_rollout_ref.rollout.multi_turn.enable=True
+actor_rollout_ref.rollout.multi_turn.max_user_turns=16
+actor_rollout_ref.rollout.multi_turn.max_assistant_turns=16
+actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml
 actor_rollout_ref.rollout.top_k=50 actor_rollout_ref.rollout.dtype=bfloat16
 actor_rollout_ref.rollout.ignore_eos=True actor_rollout_ref.rollout.enforce_eager=False
 actor_rollout_ref.rollout.free_cache_engine=False actor_rollout_ref.rollout.load_format=dummy
 actor_rollout_ref.rollout.max_num_batched_tokens=4096 actor_rollout_ref.rollout.max_num_seqs=64
 actor_rollout_ref.rollout.do_sample=True actor_rollout_ref.rollout.calculate_log_probs=True
 actor_rollout_ref.rollout.enable_chunked_prefill=False
-algorithm.state_masking.start_state_marker="<information>"
-algorithm.state_masking.end_state_marker="</information>"
+max_turns=10 retriever.url=http://127.0.0.1:8000/retrieve retriever.topk=5
+algorithm.state_masking.start_state_marker="<info>"
+algorithm.state_masking.end_state_marker="</info>"
 algorithm.kl_ctrl.target_kl=0.1 algorithm.kl_ctrl.horizon=10000 trainer.critic_warmup=1
 trainer.default_local_dir=/c trainer.resume_mode=disable trainer.log_val_generations=2
 trainer.default_hdfs_dir=hdfs://c trainer.del_local_ckpt_after_load=True
@@ -235,14 +233,6 @@ def test_keys_that_are_honoured() -> None:
 
 REFUSED = """
 actor_rollout_ref.rollout.name=vllm
-actor_rollout_ref.rollout.multi_turn.enable=True
-actor_rollout_ref.rollout.multi_turn.max_user_turns=16
-actor_rollout_ref.rollout.multi_turn.max_assistant_turns=16
-actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml
-do_search=true max_turns=10 retriever.url=http://127.0.0.1:8000/retrieve retriever.topk=5
-actor_rollout_ref.actor.state_masking=true
-algorithm.state_masking.start_state_marker="<info>"
-algorithm.state_masking.end_state_marker="</info>"
 actor_rollout_ref.rollout.tensor_model_parallel_size=2
 actor_rollout_ref.model.use_fused_kernels=True
 trainer.esi_redundant_time=60

@@ -104,7 +104,7 @@ def test_bounds_are_included(load: Load) -> None:
         ("actor_rollout_ref.model.use_remove_padding=False", "always packed without padding"),
         ("actor_rollout_ref.actor.use_prefix_grouper=True", "prompts are computed once a sample"),
         ("trainer.esi_redundant_time=60", "by save_freq alone"),
-        ("do_search=true", "search agent is not part"),
+        ("algorithm.no_think_rl=true", "is trained like all that it says"),
     ],
 )
 def test_a_refused_key_says_why(load: Load, override: str, reason: str) -> None:
@@ -116,7 +116,8 @@ def test_a_refused_key_says_why(load: Load, override: str, reason: str) -> None:
 
 
 def test_a_refused_key_takes_its_default(load: Load) -> None:
-    load("actor_rollout_ref.model.use_remove_padding=True", "trainer.nnodes=1", "do_search=false")
+    default = "algorithm.no_think_rl=false"
+    load("actor_rollout_ref.model.use_remove_padding=True", "trainer.nnodes=1", default)
 
 
 def test_a_refused_key_takes_what_happens_anyway(load: Load) -> None:

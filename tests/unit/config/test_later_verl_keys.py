@@ -80,6 +80,10 @@ def test_moved_keys_land_in_their_places(caplog: pytest.LogCaptureFixture) -> No
             512,
         ),
         "trainer.profile_steps": ("global_profiler.steps", [1, 2]),
+        "actor_rollout_ref.rollout.n_agent": ("actor_rollout_ref.rollout.n", 5),
+        "data.train_data_num": ("data.train_max_samples", 100),
+        "data.val_data_num": ("data.val_max_samples", 50),
+        "data.shuffle_train_dataloader": ("data.shuffle", False),
     }
     assert {old for old in MOVED if not any(key.startswith(old) for key in given)} == set()
     values = {key: value for key, (_, value) in given.items()}

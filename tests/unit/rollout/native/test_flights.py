@@ -118,3 +118,14 @@ def test_new_weights_wait_for_the_step_under_way(module: PreTrainedModel) -> Non
         while delayed.has_work():
             delayed.step()
     assert ended[0].weight_versions == ((0, 4), (1, 6))
+
+
+def test_a_cache_that_is_made_anew_and_smaller(module: PreTrainedModel) -> None:
+    """Rows of very different lengths are gathered with what lies behind their own pages."""
+    rollout = NativeRollout(config(), module, CPU)
+    rollout.generate([Request([1] * 100, SamplingParams(max_tokens=40), i) for i in range(6)])
+    rollout.sleep()
+    rollout.wake_up()
+    small = [Request([1] * n, SamplingParams(max_tokens=3), n) for n in (30, 20, 1, 1, 1, 1)]
+    want = NativeRollout(config(), module, CPU).generate(small)
+    assert told(rollout.generate(small)) == told(want)

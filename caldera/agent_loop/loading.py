@@ -1,0 +1,68 @@
+"""Which loops there are, and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import caldera.agent_loop.react_agent
+import caldera.agent_loop.single_turn
+import caldera.agent_loop.tool_agent  # noqa: F401 -- all register themselves
+from caldera.agent_loop.base import AGENT_LOOPS, AgentLoopBase, MakeLoop
+from caldera.data.importing import load_class
+from caldera.errors import ConfigError
+from caldera.storage import local_path
+
+__all__ = ["find_loop", "loop_class", "read_loops"]
+
+KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+
+
+def read_loops(path: str | None) -> dict[str, MakeLoop]:
+    """The loops of a file, a list of `{name, _target_, ...}`: the rest goes to the constructor."""
+    if path is None:
+        return {}
+    file = Path(local_path(path, KEY)).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{KEY}={path}: there is no such file")
+    try:
+        entries = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{KEY}={path}: not valid YAML: {error}") from error
+    if not isinstance(entries, list):
+        raise ConfigError(f"{KEY}={path}: must hold a list of mappings with name and _target_")
+    loops: dict[str, MakeLoop] = {}
+    for number, entry in enumerate(entries):
+        name, make = _read(entry, f"{KEY}={path}: [{number}]")
+        if name in loops:
+            raise ConfigError(f"{KEY}={path}: the name {name!r} is there twice")
+        loops[name] = make
+    return loops
+
+
+def find_loop(name: str, own: Mapping[str, MakeLoop]) -> MakeLoop:
+    """The loop of that name: one of the file's, else a registered one."""
+    return own[name] if name in own else AGENT_LOOPS[name]
+
+
+def loop_class(make: MakeLoop) -> type[AgentLoopBase]:
+    """The class of which loops are made."""
+    kind: Any = make.func if isinstance(make, partial) else make
+    assert isinstance(kind, type) and issubclass(kind, AgentLoopBase)
+    return kind
+
+
+def _read(entry: Any, where: str) -> tuple[str, MakeLoop]:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{where}={entry!r}: takes a mapping with name and _target_")
+    for key in ("name", "_target_"):
+        if not isinstance(entry.get(key), str):
+            raise ConfigError(f"{where}.{key} is missing, or is no text")
+    extras = {str(key): value for key, value in entry.items() if key not in ("name", "_target_")}
+    key = f"{where}._target_"
+    kind = load_class(entry["_target_"], AgentLoopBase, key)  # type: ignore[type-abstract]
+    return entry["name"], partial(kind, **extras)

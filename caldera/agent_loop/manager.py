@@ -1,0 +1,167 @@
+"""Runs the trajectories of a batch, all at the same time, on the sampler of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from caldera.agent_loop.base import (
+    AgentLoopOutput,
+    DataSettings,
+    Equipment,
+    MakeLoop,
+    RunConfig,
+)
+from caldera.agent_loop.loading import find_loop, read_loops
+from caldera.agent_loop.output import TrajectoryFacts, batch_of, facts_of, fitted
+from caldera.agent_loop.sampling import TrajectorySampler
+from caldera.agent_loop.timeline import GENERATE, TOOL, Timeline
+from caldera.errors import ConfigError
+from caldera.protocol import DataProto
+from caldera.rollout import AsyncSampler, Completion, Rollout, SamplingParams
+from caldera.rollout.base import OnFinished
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from caldera.config import PPOTrainerConfig
+
+__all__ = ["AgentLoops", "run_in_background"]
+
+Result = TypeVar("Result")
+Row = Mapping[str, Any]
+Ended = tuple[AgentLoopOutput, TrajectoryFacts]
+
+
+class AgentLoops:
+    """The loops of a process. They are built where they are used."""
+
+    def __init__(
+        self,
+        config: PPOTrainerConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        equip: Callable[[PPOTrainerConfig, PreTrainedTokenizerBase], Equipment],
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._setting = RunConfig(config, equip(config, tokenizer))
+        agent = config.actor_rollout_ref.rollout.agent
+        self._own: dict[str, MakeLoop] = read_loops(agent.agent_loop_config_path)
+
+    def __call__(
+        self,
+        rows: Sequence[Row],
+        seeds: Sequence[int],
+        rollout: Rollout,
+        params: SamplingParams,
+        pad_token_id: int,
+        on_finished: OnFinished | None,
+    ) -> DataProto:
+        """One trajectory a row, as a batch; `on_finished` is told of each as soon as it ends."""
+        config = self._config.actor_rollout_ref.rollout
+        if rollout.decode is None:
+            rollout.decode = self._decode
+        ended = run_in_background(self._run_all(rows, seeds, rollout, params, on_finished))
+        return batch_of(
+            [output for output, _ in ended], [facts for _, facts in ended],
+            config.prompt_length, config.response_length, pad_token_id,
+            config.calculate_log_probs,
+        )  # fmt: skip
+
+    async def _run_all(
+        self, rows: Sequence[Row], seeds: Sequence[int], rollout: Rollout, params: SamplingParams,
+        on_finished: OnFinished | None,
+    ) -> list[Ended]:  # fmt: skip
+        zero = time.perf_counter()
+        most = self._config.actor_rollout_ref.rollout.agent.max_concurrent or len(rows)
+        places = asyncio.Semaphore(most)
+
+        async def one(place: int) -> Ended:
+            async with places:
+                timeline = Timeline(zero)
+                turns = TrajectorySampler(
+                    sampler, params, seeds[place], self._max_model_len, timeline
+                )
+                output, facts = await self._run_one(rows[place], turns, params)
+            if on_finished is not None and output.reward_score is None:
+                on_finished(place, _as_completion(output, facts))
+            return output, facts
+
+        async with AsyncSampler(rollout) as sampler:
+            tasks = [asyncio.create_task(one(place)) for place in range(len(rows))]
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:  # one that fails ends the others
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run_one(self, row: Row, turns: TrajectorySampler, params: SamplingParams) -> Ended:
+        rollout = self._config.actor_rollout_ref.rollout
+        name = row.get("agent_name") or rollout.agent.default_agent_loop
+        loop = find_loop(str(name), self._own)(
+            trainer_config=self._setting,
+            server_manager=turns,
+            tokenizer=self._tokenizer,
+            processor=None,
+            dataset_cls=None,
+            dataset_config=DataSettings(self._config.data),
+        )
+        asked = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "repetition_penalty": params.repetition_penalty,
+            "logprobs": rollout.calculate_log_probs,
+        }
+        if row.get("raw_prompt") is None:
+            raise ConfigError(
+                "data.return_raw_chat=False: agent loops need the messages of the prompts"
+            )
+        try:
+            output = await loop.run(asked, **row)
+        except Exception as error:
+            error.add_note(f"in the agent loop {name!r}, at uid {row.get('uid')}")
+            raise
+        metrics, events = output.metrics, turns.timeline
+        metrics.generate_sequences = metrics.generate_sequences or events.seconds(GENERATE)
+        metrics.tool_calls = metrics.tool_calls or events.seconds(TOOL)
+        output = fitted(output, rollout.prompt_length, rollout.response_length)
+        return output, facts_of(output, events.events)
+
+    @property
+    def _max_model_len(self) -> int:
+        config = self._config.actor_rollout_ref.rollout
+        return config.max_model_len or config.prompt_length + config.response_length
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids)))
+
+
+def _as_completion(output: AgentLoopOutput, facts: TrajectoryFacts) -> Completion:
+    """The trajectory as those see it who know answers of one turn alone."""
+    log_probs = output.response_logprobs or [0.0] * len(output.response_ids)
+    return Completion(output.response_ids, log_probs, "stop", 0, columns=facts.columns())
+
+
+@cache
+def _background() -> asyncio.AbstractEventLoop:
+    """The event loop of this process, in a thread of its own. What tools keep open, such as
+    connections, belongs to it, and outlives the batch."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="agent loops", daemon=True).start()
+    return loop
+
+
+def run_in_background(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Wait for a coroutine that runs in the event loop of this process."""
+    future = asyncio.run_coroutine_threadsafe(coroutine, _background())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise

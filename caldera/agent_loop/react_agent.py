@@ -1,0 +1,117 @@
+"""The loop that is a graph of LangGraph, whose chat model is the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from caldera.agent_loop.base import AgentLoopOutput, register
+from caldera.agent_loop.tool_agent import State, ToolAgentLoop
+from caldera.data.chat import Message
+from caldera.data.padding import truncate
+from caldera.errors import ConfigError
+from caldera.tools.parsing import ParsedCalls
+from caldera.tools.running import ToolOutcome
+
+if TYPE_CHECKING:
+    from langgraph.graph.state import CompiledStateGraph
+
+    from caldera.agent_loop.react_graph import RolloutChatModel
+
+__all__ = ["ReactAgentLoop", "TrajectoryOver"]
+
+
+class TrajectoryOver(Exception):
+    """A limit is met: nothing more is sampled for this trajectory."""
+
+
+@register("react_agent")
+class ReactAgentLoop(ToolAgentLoop):
+    """Runs a graph on a row's messages. What its model samples becomes the trajectory.
+
+    This one has the graph in which the model calls the run's tools until it calls no more; a class
+    that extends it has one of its own by `build_graph`.
+    """
+
+    takes_interactions: ClassVar[bool] = False
+
+    def build_graph(self, model: RolloutChatModel) -> CompiledStateGraph[Any, Any, Any, Any]:
+        """A graph whose state has `messages`, to which it appends."""
+        from caldera.agent_loop.react_graph import react_graph
+
+        return react_graph(model, self)
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        try:
+            from caldera.agent_loop.react_graph import RolloutChatModel, invoke
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "the agent loop react_agent needs the libraries langgraph and langchain-core: "
+                "pip install 'caldera[langgraph]'"
+            ) from error
+        self.trajectory = self._begin(row)
+        self._sampling_params = sampling_params
+        with suppress(TrajectoryOver):  # what there is of it is the trajectory
+            await invoke(self.build_graph(RolloutChatModel(loop=self)), row["raw_prompt"])
+        trajectory = self.trajectory
+        return AgentLoopOutput(
+            prompt_ids=trajectory.prompt_ids,
+            response_ids=trajectory.response_ids,
+            response_mask=trajectory.response_mask,
+            response_logprobs=trajectory.response_logprobs,
+            num_turns=trajectory.user_turns + trajectory.assistant_turns + 1,
+            extra_fields={"turn_scores": [], "tool_rewards": trajectory.tool_rewards},
+            turn_rewards=trajectory.turn_rewards,
+            tool_calls=trajectory.tool_calls,
+        )
+
+    def _interaction(self, row: Mapping[str, Any]) -> None:
+        """A graph is talked to by nobody else."""
+
+    # ------------------------------------------------------------------ for the graph
+
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """What the model is told of the run's tools."""
+        tools = self.equipment.tools
+        return [] if tools is None else tools.schemas(self.trajectory.tools.tool_names)
+
+    async def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
+        """Make the prompt."""
+        data = self.config.data
+        ids = await self.apply_chat_template(messages, tools)
+        self.trajectory.prompt_ids = truncate(ids, data.max_prompt_length, data.truncation)
+        self.trajectory.tools.messages[:] = messages
+
+    def tell(self, messages: list[Message]) -> None:
+        """Put messages behind what was sampled."""
+        if self._answer(self.trajectory, messages) is State.TERMINATED:
+            raise TrajectoryOver
+
+    async def sample(self, finds_calls: bool) -> ParsedCalls:
+        """Sample an answer, and find the calls in it."""
+        trajectory, params = self.trajectory, self._sampling_params
+        room = self.config.actor_rollout_ref.rollout.response_length - len(trajectory.response_ids)
+        answer = await self.server_manager.generate(
+            trajectory.tools.request_id,
+            trajectory.prompt_ids + trajectory.response_ids,
+            params | {"max_tokens": min(room, params.get("max_tokens", room))},
+        )
+        trajectory.append(answer.token_ids, answer.log_probs)
+        trajectory.assistant_turns += 1
+        message = self._message(answer.token_ids)
+        trajectory.tools.messages.append(message)
+        if not answer.token_ids or answer.stop_reason == "abort" or self._is_over(trajectory):
+            raise TrajectoryOver
+        if not finds_calls:
+            return ParsedCalls(message["content"])
+        return self.equipment.parser.parse(answer.token_ids)
+
+    async def call_tools(self, found: ParsedCalls) -> list[ToolOutcome]:
+        """The outcomes of calls, and of what could not be read as one."""
+        self.trajectory.calls, self.trajectory.problems = found.calls, found.problems
+        outcomes = await self._outcomes(self.trajectory)
+        rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
+        self.trajectory.tool_rewards += rewards
+        self.trajectory.reward_turn(sum(rewards))
+        return outcomes

@@ -1,0 +1,94 @@
+"""The turns of one trajectory, sampled among those of all others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from caldera.agent_loop.base import TokenOutput
+from caldera.agent_loop.timeline import GENERATE, Timeline
+from caldera.errors import RolloutError, UnsupportedError
+from caldera.models.seeds import derive_seed
+from caldera.rollout import AsyncSampler, Request, SamplingParams
+
+__all__ = ["TrajectorySampler"]
+
+NAMES = tuple(field.name for field in fields(SamplingParams))
+OTHER_NAMES = {"max_new_tokens": "max_tokens"}
+ALWAYS_THERE = "logprobs"
+"""Loops ask for the log-probs of what is sampled by a boolean; they come in any case."""
+
+
+class TrajectorySampler:
+    """What a loop knows as its `server_manager`.
+
+    The seed of a turn follows from the row's and from the turn's number, so what is sampled does
+    not depend on which trajectories run at the same time. The first turn has the row's own seed,
+    hence a loop of one turn samples what is sampled without a loop.
+    """
+
+    def __init__(
+        self,
+        sampler: AsyncSampler,
+        params: SamplingParams,
+        seed: int,
+        max_model_len: int,
+        timeline: Timeline,
+    ) -> None:
+        """`params` hold what loops do not say; `max_tokens` of them is the most of any turn."""
+        self._sampler = sampler
+        self._params = params
+        self._seed = seed
+        self._max_model_len = max_model_len
+        self._timeline = timeline
+        self._turns = 0
+
+    @property
+    def timeline(self) -> Timeline:
+        return self._timeline
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        image_data: object | None = None,
+        video_data: object | None = None,
+    ) -> TokenOutput:
+        """The tokens that follow `prompt_ids`; see `ServerManager`."""
+        if image_data or video_data:
+            raise UnsupportedError("image_data and video_data: samplers take text only")
+        turn, self._turns = self._turns, self._turns + 1
+        params = self._params_of(sampling_params)
+        room = min(params.max_tokens, self._max_model_len - len(prompt_ids))
+        if room < 1:
+            return TokenOutput([], [], "length")
+        seed = derive_seed(self._seed, "turn", turn) if turn else self._seed
+        request = Request(list(prompt_ids), replace(params, max_tokens=room), seed)
+        with self._timeline.event(GENERATE, turn=turn) as event:
+            sampled = await self._sampler.generate(request)
+            event["tokens"] = len(sampled.token_ids)
+        return TokenOutput(
+            sampled.token_ids, sampled.log_probs, sampled.finish_reason, sampled.weight_version
+        )
+
+    def _params_of(self, given: Mapping[str, Any]) -> SamplingParams:
+        changes: dict[str, Any] = {}
+        for key, value in given.items():
+            name = OTHER_NAMES.get(key, key)
+            if name not in NAMES:
+                raise RolloutError(
+                    f"an agent loop asked for the sampling parameter {key!r}; "
+                    f"there are {', '.join(NAMES)}"
+                )
+            if name != ALWAYS_THERE or not isinstance(value, bool):
+                changes[name] = _KINDS.get(name, lambda kept: kept)(value)
+        return replace(self._params, **changes)
+
+
+def _texts(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+_KINDS: dict[str, Any] = {"stop": _texts, "stop_token_ids": frozenset}

@@ -1,0 +1,232 @@
+"""The loop in which the policy calls tools, is talked to by an interaction, or both."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from caldera.agent_loop.base import AgentLoopBase, AgentLoopOutput, register
+from caldera.agent_loop.timeline import TOOL, USER
+from caldera.data.chat import Message
+from caldera.data.padding import truncate
+from caldera.errors import DataError
+from caldera.tools.parsing import FunctionCall
+from caldera.tools.running import ToolOutcome, ToolState
+
+if TYPE_CHECKING:
+    from caldera.interactions.base import BaseInteraction
+
+__all__ = ["State", "ToolAgentLoop", "Trajectory"]
+
+logger = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """What happens next in a trajectory."""
+
+    PENDING = "the prompt is to be rendered"
+    GENERATING = "the policy speaks"
+    PROCESSING_TOOLS = "its calls are carried out"
+    INTERACTING = "the interaction answers"
+    TERMINATED = "nothing more"
+
+
+@dataclass
+class Trajectory:
+    """A trajectory under way."""
+
+    row: Mapping[str, Any]
+    tools: ToolState
+    prompt_ids: list[int] = field(default_factory=list)
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    response_logprobs: list[float] = field(default_factory=list)
+    calls: Sequence[FunctionCall] = ()
+    problems: Sequence[str] = ()
+    """Calls of the last answer, and what could not be read as one."""
+    assistant_turns: int = 0
+    user_turns: int = 0
+    turn_scores: list[float] = field(default_factory=list)
+    tool_rewards: list[float] = field(default_factory=list)
+    turn_rewards: list[tuple[int, float]] = field(default_factory=list)
+    tool_calls: dict[str, int] = field(default_factory=dict)
+    interaction: BaseInteraction | None = None
+    interaction_id: str = ""
+
+    def append(self, ids: Sequence[int], log_probs: Sequence[float] | None = None) -> None:
+        """Put tokens behind the others; those without log-probs are not the policy's."""
+        self.response_ids += ids
+        self.response_mask += [int(log_probs is not None)] * len(ids)
+        self.response_logprobs += [0.0] * len(ids) if log_probs is None else log_probs
+
+    def reward_turn(self, reward: float) -> None:
+        """Reward the answer that was given last, on its last token."""
+        self.turn_rewards.append((len(self.response_ids) - 1, reward))
+
+
+@register("tool_agent")
+class ToolAgentLoop(AgentLoopBase):
+    """Goes from state to state until the policy neither calls nor is answered, or a limit is met.
+
+    Tokens that were sampled are never encoded again: what follows an answer is put behind it.
+    """
+
+    calls_tools = True
+    takes_interactions = True
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        trajectory = self._begin(row)
+        steps = {
+            State.PENDING: self._pend,
+            State.GENERATING: self._generate,
+            State.PROCESSING_TOOLS: self._process_tools,
+            State.INTERACTING: self._interact,
+        }
+        state = State.PENDING
+        try:
+            while state is not State.TERMINATED:
+                state = await steps[state](trajectory, sampling_params)
+        finally:
+            if trajectory.interaction is not None:
+                await trajectory.interaction.finalize_interaction(trajectory.interaction_id)
+        return AgentLoopOutput(
+            prompt_ids=trajectory.prompt_ids,
+            response_ids=trajectory.response_ids,
+            response_mask=trajectory.response_mask,
+            response_logprobs=trajectory.response_logprobs,
+            num_turns=trajectory.user_turns + trajectory.assistant_turns + 1,
+            extra_fields={
+                "turn_scores": trajectory.turn_scores, "tool_rewards": trajectory.tool_rewards,
+            },
+            turn_rewards=trajectory.turn_rewards,
+            tool_calls=trajectory.tool_calls,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ states
+
+    async def _pend(self, trajectory: Trajectory, _params: dict[str, Any]) -> State:
+        data, state = self.config.data, trajectory.tools
+        tools = self.equipment.tools
+        schemas = tools.schemas(state.tool_names) if tools is not None else ()
+        ids = await self.apply_chat_template(state.messages, schemas)
+        trajectory.prompt_ids = truncate(ids, data.max_prompt_length, data.truncation)
+        if trajectory.interaction is not None:
+            trajectory.interaction_id = await trajectory.interaction.start_interaction(
+                state.request_id, **trajectory.row["interaction_kwargs"]
+            )
+        return State.GENERATING
+
+    async def _generate(self, trajectory: Trajectory, params: dict[str, Any]) -> State:
+        room = self.config.actor_rollout_ref.rollout.response_length - len(trajectory.response_ids)
+        answer = await self.server_manager.generate(
+            trajectory.tools.request_id,
+            trajectory.prompt_ids + trajectory.response_ids,
+            params | {"max_tokens": min(room, params.get("max_tokens", room))},
+        )
+        trajectory.append(answer.token_ids, answer.log_probs)
+        trajectory.assistant_turns += 1
+        trajectory.tools.messages.append(self._message(answer.token_ids))
+        if not answer.token_ids or answer.stop_reason == "abort" or self._is_over(trajectory):
+            return State.TERMINATED
+        if self.equipment.tools is not None:
+            found = self.equipment.parser.parse(answer.token_ids)
+            trajectory.calls, trajectory.problems = found.calls, found.problems
+            if found.calls or found.problems:
+                return State.PROCESSING_TOOLS
+        return State.INTERACTING if trajectory.interaction is not None else State.TERMINATED
+
+    async def _process_tools(self, trajectory: Trajectory, _params: dict[str, Any]) -> State:
+        outcomes = await self._outcomes(trajectory)
+        rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
+        trajectory.tool_rewards += rewards
+        trajectory.reward_turn(sum(rewards))
+        return self._answer(trajectory, [{"role": "tool", "content": o.text} for o in outcomes])
+
+    async def _interact(self, trajectory: Trajectory, _params: dict[str, Any]) -> State:
+        assert trajectory.interaction is not None
+        with self.server_manager.timeline.event(USER) as event:
+            is_over, text, score, _ = await trajectory.interaction.generate_response(
+                trajectory.interaction_id, trajectory.tools.messages,
+                **trajectory.row["interaction_kwargs"],
+            )  # fmt: skip
+            event["score"] = score
+        trajectory.turn_scores.append(score)
+        trajectory.reward_turn(score)
+        if is_over:
+            return State.TERMINATED
+        return self._answer(trajectory, [{"role": "user", "content": text}])
+
+    # ------------------------------------------------------------------ parts of them
+
+    def _begin(self, row: Mapping[str, Any]) -> Trajectory:
+        extra_info = row.get("extra_info") or {}
+        state = ToolState(
+            request_id=uuid.uuid4().hex,
+            messages=list(row["raw_prompt"]),
+            tools_kwargs=row.get("tools_kwargs") or {},
+            tool_names=extra_info.get("tool_selection"),
+        )
+        return Trajectory(row, state, interaction=self._interaction(row))
+
+    def _interaction(self, row: Mapping[str, Any]) -> BaseInteraction | None:
+        interactions = self.equipment.interactions
+        if not interactions:
+            return None
+        name = str((row.get("interaction_kwargs") or {}).get("name"))
+        if name not in interactions:
+            raise DataError(
+                f"extra_info.interaction_kwargs.name of a row is {name!r}; the interactions of "
+                "actor_rollout_ref.rollout.multi_turn.interaction_config_path are "
+                f"{', '.join(interactions)}"
+            )
+        return interactions[name]
+
+    def _message(self, token_ids: list[int]) -> Message:
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return {"role": "assistant", "content": str(text)}
+
+    def _is_over(self, trajectory: Trajectory) -> bool:
+        rollout = self.config.actor_rollout_ref.rollout
+        limits = rollout.multi_turn
+        return (
+            len(trajectory.response_ids) >= rollout.response_length
+            or _reached(trajectory.assistant_turns, limits.max_assistant_turns)
+            or _reached(trajectory.user_turns, limits.max_user_turns)
+        )
+
+    async def _outcomes(self, trajectory: Trajectory) -> list[ToolOutcome]:
+        tools = self.equipment.tools
+        assert tools is not None
+        with self.server_manager.timeline.event(TOOL) as event:
+            outcomes = await tools.run(trajectory.calls, trajectory.tools)
+            outcomes += [tools.malformed(problem) for problem in trajectory.problems]
+            event["calls"] = [
+                {"name": o.name, "status": o.status, "seconds": round(o.seconds, 4), **o.metrics}
+                for o in outcomes
+            ]
+        for outcome in outcomes:
+            # Names that a model makes up would each be a metric of their own.
+            name = outcome.name if outcome.name in tools.tools else "other"
+            key = f"{name}/{outcome.status}"
+            trajectory.tool_calls[key] = trajectory.tool_calls.get(key, 0) + 1
+        return outcomes
+
+    def _answer(self, trajectory: Trajectory, messages: list[Message]) -> State:
+        """Put messages to the policy, unless they leave it no room to answer."""
+        last_token = trajectory.response_ids[-1]
+        ids = self.equipment.turns.continuation(messages, last_token)
+        longest = self.config.actor_rollout_ref.rollout.response_length
+        if len(trajectory.response_ids) + len(ids) >= longest:
+            return State.TERMINATED
+        trajectory.append(ids)
+        trajectory.tools.messages += messages
+        trajectory.user_turns += 1
+        return State.GENERATING
+
+
+def _reached(turns: int, most: int | None) -> bool:
+    return most is not None and turns >= most

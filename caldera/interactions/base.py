@@ -1,0 +1,47 @@
+"""The contract of an interaction."""
+
+from __future__ import annotations
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["BaseInteraction", "Reply"]
+
+Message = dict[str, Any]
+Reply = tuple[bool, str, float, dict[str, Any]]
+"""(whether the conversation is over, the answer, the score of the policy's turn, anything else)."""
+
+
+class BaseInteraction(ABC):
+    """Answers a policy. One object serves all trajectories of its process, by their instances."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = dict(config)
+        self.name = str(config.get("name", "interaction"))
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Begin a conversation; `kwargs` are the row's `interaction_kwargs`."""
+        return instance_id or uuid.uuid4().hex
+
+    @abstractmethod
+    async def generate_response(
+        self, instance_id: str, messages: Sequence[Message], **kwargs: Any
+    ) -> Reply:
+        """Answer the last of the messages, which is the policy's."""
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+        """The score of a conversation."""
+        return 0.0
+
+    async def finalize_interaction(  # noqa: B027 -- most have nothing to let go of
+        self, instance_id: str, **kwargs: Any
+    ) -> None:
+        """End a conversation, however it went."""
+
+
+def last_answer(messages: Sequence[Message]) -> str:
+    """What the policy said last."""
+    said = [message for message in messages if message["role"] == "assistant"]
+    return str(said[-1]["content"]) if said else ""

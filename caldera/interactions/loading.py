@@ -1,0 +1,54 @@
+"""Interactions from their YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from caldera.data.importing import load_class
+from caldera.errors import ConfigError
+from caldera.interactions.base import BaseInteraction
+from caldera.storage import local_path
+
+__all__ = ["load_interactions"]
+
+KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
+ENTRY_KEYS = ("name", "class_name", "config")
+SUFFIX = "Interaction"
+
+
+def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
+    """The interactions of a file, by name; none where there is no file."""
+    if path is None:
+        return {}
+    file = Path(local_path(path, KEY)).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{KEY}={path}: there is no such file")
+    try:
+        read = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{KEY}={path}: not valid YAML: {error}") from error
+    entries = read.get("interaction") if isinstance(read, Mapping) else None
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{KEY}={path}: must hold a list under 'interaction'")
+    interactions: dict[str, BaseInteraction] = {}
+    for number, entry in enumerate(entries):
+        interaction = _load(entry, f"{KEY}={path}: interaction[{number}]")
+        if interaction.name in interactions:
+            raise ConfigError(f"{KEY}={path}: the name {interaction.name!r} is there twice")
+        interactions[interaction.name] = interaction
+    return interactions
+
+
+def _load(entry: Any, where: str) -> BaseInteraction:
+    if not isinstance(entry, Mapping) or not set(entry) <= set(ENTRY_KEYS):
+        raise ConfigError(f"{where}: takes a mapping of {', '.join(ENTRY_KEYS)}, got {entry!r}")
+    if not isinstance(entry.get("class_name"), str):
+        raise ConfigError(f"{where}.class_name is missing, such as my.module.MyInteraction")
+    key = f"{where}.class_name"
+    kind = load_class(entry["class_name"], BaseInteraction, key)  # type: ignore[type-abstract]
+    name = entry.get("name") or kind.__name__.removesuffix(SUFFIX).lower()
+    return kind({**(entry.get("config") or {}), "name": name})

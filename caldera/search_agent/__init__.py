@@ -1,0 +1,1 @@
+"""The search agent: a loop in which the policy searches by tags; the retriever that it asks."""

@@ -1,0 +1,306 @@
+"""Tools of MCP servers. The one file that needs the library `mcp` (extra `mcp`)."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import threading
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from caldera.errors import ConfigError
+from caldera.tools.base import BaseTool, ToolResponse, read_options
+from caldera.tools.schemas import OpenAIFunctionToolSchema
+from caldera.tools.threads import in_thread
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.types import CallToolResult, Tool
+
+__all__ = ["MCPTool", "mcp_tools"]
+
+SECONDS_TO_CONNECT = 60.0
+SECONDS_TO_CLOSE = 10.0
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class MCPOptions:
+    """None but the limits of every tool."""
+
+
+class MCPTool(BaseTool):
+    """A tool of a server, which checks arguments and carries out calls."""
+
+    server: Server | None = None
+    """Given by `mcp_tools`."""
+
+    def __init__(
+        self, config: Mapping[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
+        read_options(MCPOptions, config, type(self).__name__)
+        super().__init__(config, tool_schema)
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        assert self.server is not None, "made by mcp_tools"
+        result = await self.server.call(self.name, parameters)
+        response = _response(result)
+        if result.is_error:
+            raise RuntimeError(response.text or "the server says that the call failed")
+        return response, None, {}
+
+    async def close(self) -> None:
+        if self.server is not None:
+            await in_thread(self.server.close)
+
+
+def _response(result: CallToolResult) -> ToolResponse:
+    """Text as it is; what else there is, told apart by its kind."""
+    texts: list[str] = []
+    images: list[Any] = []
+    for block in result.content:
+        if block.type == "text":
+            texts.append(block.text)
+        elif block.type == "image":
+            images.append(block.data)
+        else:
+            texts.append(json.dumps(block.model_dump(mode="json", exclude_none=True)))
+    return ToolResponse("\n".join(texts), images or None)
+
+
+# ---------------------------------------------------------------------- from the configuration
+
+
+def mcp_tools(
+    cls: type[BaseTool], config: Mapping[str, Any], given: Any, folder: Path, where: str
+) -> list[BaseTool]:
+    """A tool of `cls` for each selected one of the servers; `given` is the entry's `mcp` and
+    `folder` the one that relative paths may also count from."""
+    if not issubclass(cls, MCPTool):
+        raise ConfigError(f"{where}: {cls.__name__} must extend caldera.tools.mcp.MCPTool")
+    keys = ("mcp_servers_config_path", "tool_selected_list")
+    if not isinstance(given, Mapping) or not given.get(keys[0]) or set(given) - set(keys):
+        raise ConfigError(f"{where}={given!r} must have the keys {' and '.join(keys)}")
+    _need_library()
+    servers = _servers(str(given[keys[0]]), folder, f"{where}.{keys[0]}")
+    try:
+        return _selected(cls, config, servers, given.get(keys[1]), f"{where}.{keys[1]}")
+    except ConfigError:
+        for server in servers:
+            server.close()
+        raise
+
+
+def _selected(
+    cls: type[MCPTool], config: Mapping[str, Any], servers: list[Server], names: Any, where: str
+) -> list[BaseTool]:
+    offered: dict[str, Server] = {}
+    tools: list[BaseTool] = []
+    for server in servers:
+        for tool in server.tools():
+            if tool.name in offered:
+                both = f"{offered[tool.name].name} and {server.name}"
+                raise ConfigError(f"{where}: {both} both have a tool named {tool.name!r}")
+            offered[tool.name] = server
+            if names is None or tool.name in names:
+                tools.append(_made(cls, config, tool, server))
+    for name in names or ():
+        if name not in offered:
+            raise ConfigError(f"{where} names {name!r}; the servers have {', '.join(offered)}")
+    return tools
+
+
+def _made(cls: type[MCPTool], config: Mapping[str, Any], tool: Tool, server: Server) -> MCPTool:
+    function = {
+        "name": tool.name,
+        "description": tool.description or "",
+        "parameters": tool.input_schema,
+    }
+    schema = {"type": "function", "function": function}
+    made = cls(config, OpenAIFunctionToolSchema.model_validate(schema, server.name))
+    made.server = server
+    return made
+
+
+def _servers(path: str, folder: Path, where: str) -> list[Server]:
+    file = next((p for p in (Path(path).expanduser(), folder / path) if p.is_file()), None)
+    if file is None:
+        raise ConfigError(f"{where}={path!r} does not exist")
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{where}={path!r} is not JSON: {error}") from error
+    entries = read.get("mcpServers") if isinstance(read, dict) else None
+    if not isinstance(entries, dict) or not entries:
+        raise ConfigError(f"{where}={path!r} must hold servers under the key 'mcpServers'")
+    return [Server(name, entry, f"{path}: mcpServers.{name}") for name, entry in entries.items()]
+
+
+# ---------------------------------------------------------------------- connections
+
+
+class Server:
+    """One server: a process that is started, or an address. It is connected to when it is first
+    needed, and again after the connection broke.
+
+    The connection lives in a thread with an event loop of its own: those that call come and go.
+    """
+
+    def __init__(self, name: str, entry: Any, where: str) -> None:
+        self.name = name
+        _check_entry(entry, where)
+        self._entry: Mapping[str, Any] = entry
+        self._where = where
+        self._connection: asyncio.Task[None] | None = None
+        self._client: asyncio.Future[Client] | None = None
+        self._lost = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=f"mcp {name}", daemon=True
+        )
+        self._thread.start()
+        atexit.register(self.close)
+
+    def tools(self) -> list[Tool]:
+        """What the server offers. ConfigError where it cannot be reached."""
+        asked = asyncio.run_coroutine_threadsafe(self._list(), self._loop)
+        try:
+            return asked.result(SECONDS_TO_CONNECT)
+        except (ConnectionError, TimeoutError) as error:
+            asked.cancel()
+            told = str(error) or f"no answer in {SECONDS_TO_CONNECT:g} s"
+            raise ConfigError(f"{self._where}: {told}") from error
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
+        """The result of a call; ConnectionError if the server is gone."""
+        return await self._there(self._call(name, arguments))
+
+    def close(self) -> None:
+        """End the connection; a process that was started is ended, too."""
+        atexit.unregister(self.close)
+        if not self._thread.is_alive():
+            return
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(SECONDS_TO_CLOSE)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(SECONDS_TO_CLOSE)
+        self._loop.close()
+
+    async def _there(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    # ------------------------------------------------------------------ in the thread
+
+    async def _list(self) -> list[Tool]:
+        client = await self._connected()
+        found: list[Tool] = []
+        cursor: str | None = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            found += page.tools
+            cursor = page.next_cursor
+            if cursor is None:
+                return found
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
+        from anyio import BrokenResourceError, ClosedResourceError
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        client = await self._connected()
+        try:
+            return await client.call_tool(name, arguments)
+        except (BrokenResourceError, ClosedResourceError) as error:
+            self._lost.set()
+            raise ConnectionError(f"the server {self.name} is gone") from error
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                self._lost.set()
+                raise ConnectionError(f"the server {self.name} is gone") from error
+            raise RuntimeError(error.message) from error
+
+    async def _connected(self) -> Client:
+        if self._connection is None or self._connection.done() or self._lost.is_set():
+            await self._end()
+            self._lost = asyncio.Event()
+            self._client = self._loop.create_future()
+            self._connection = asyncio.create_task(self._hold(self._client, self._lost))
+        assert self._client is not None
+        return await asyncio.shield(self._client)
+
+    async def _hold(self, ready: asyncio.Future[Client], lost: asyncio.Event) -> None:
+        """Keep the connection until it is lost. Its parts must be left by the task that entered."""
+        try:
+            async with _client(self._entry) as client:
+                ready.set_result(client)
+                await lost.wait()
+        except Exception as error:  # noqa: BLE001 -- the libraries below raise all kinds
+            if not ready.done():
+                told = f"the server {self.name} cannot be connected to: {_told(error)}"
+                ready.set_exception(ConnectionError(told))
+
+    async def _end(self) -> None:
+        self._lost.set()
+        if self._connection is not None:
+            await asyncio.wait([self._connection], timeout=SECONDS_TO_CLOSE)
+
+
+def _told(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
+
+
+BY_COMMAND = ("command", "args", "env", "cwd")
+BY_URL = ("url", "headers")
+TRANSPORTS = {"command": ("stdio",), "url": ("http", "streamable-http", "streamable_http")}
+
+
+def _check_entry(entry: Any, where: str) -> None:
+    if not isinstance(entry, Mapping) or ("command" in entry) == ("url" in entry):
+        raise ConfigError(f"{where} must have either a 'command' or a 'url'")
+    kind = "command" if "command" in entry else "url"
+    known = BY_COMMAND if kind == "command" else BY_URL
+    for key, value in entry.items():
+        if key in ("type", "transport"):  # what many files say beside it
+            if value not in TRANSPORTS[kind]:
+                raise ConfigError(
+                    f"{where}.{key}={value!r}: with a {kind} it must be one of "
+                    f"{', '.join(TRANSPORTS[kind])}"
+                )
+        elif key not in known:
+            raise ConfigError(f"{where}.{key} is unknown; there are {', '.join(known)}")
+
+
+def _need_library() -> None:
+    try:
+        import mcp  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "config.type=mcp needs the library mcp: pip install 'caldera[mcp]'"
+        ) from error
+
+
+@asynccontextmanager
+async def _client(entry: Mapping[str, Any]) -> AsyncIterator[Client]:
+    import httpx2
+    from mcp import Client, StdioServerParameters
+    from mcp.client.streamable_http import streamable_http_client
+
+    if "command" in entry:
+        given = {key: entry[key] for key in BY_COMMAND if key in entry}
+        async with Client(StdioServerParameters(**given)) as client:
+            yield client
+        return
+    # Answers may take as long as the tool's own timeout allows.
+    timeout = httpx2.Timeout(SECONDS_TO_CONNECT, read=None)
+    async with (
+        httpx2.AsyncClient(headers=entry.get("headers"), timeout=timeout) as http,
+        Client(streamable_http_client(entry["url"], http_client=http)) as client,
+    ):
+        yield client

@@ -1,0 +1,136 @@
+"""Asking a retrieval service for passages: POST /retrieve, as `caldera retriever serve` answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from caldera.errors import ConfigError
+
+if TYPE_CHECKING:
+    import httpx2
+
+__all__ = ["Document", "RetrievalFailed", "RetrieverClient"]
+
+ATTEMPTS = 10
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 10.0
+BUSY_STATUSES = (408, 425, 429)
+"""Those below 500 that are worth another attempt."""
+
+
+class RetrievalFailed(Exception):
+    """There is no answer, whatever was tried; its text is for the model."""
+
+
+class _Unavailable(Exception):
+    """Another attempt may succeed."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A passage that was found."""
+
+    title: str
+    text: str
+
+    @classmethod
+    def of(cls, contents: str) -> Document:
+        """The title stands in quotes in the first line; a text of one line has none."""
+        title, newline, text = contents.partition("\n")
+        return cls(title.strip().strip('"'), text) if newline else cls("", title)
+
+
+class RetrieverClient:
+    """Asks the service at an address. Tasks of any event loops share it."""
+
+    def __init__(
+        self,
+        url: str | None,
+        topk: int = 3,
+        timeout: float = 30.0,
+        attempts: int = ATTEMPTS,
+        first_pause: float = FIRST_PAUSE_SECONDS,
+        key: str = "retriever.url",
+    ) -> None:
+        """`timeout` is that of one attempt, in seconds; `key` is where the address was given."""
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"{key}={url!r} must be the address of a retrieval service, "
+                "such as http://127.0.0.1:8000/retrieve"
+            )
+        self.url = url
+        self._topk = topk
+        self._timeout = timeout
+        self._attempts = attempts
+        self._first_pause = first_pause
+        # Connections belong to an event loop, and a process may run one after the other.
+        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx2.AsyncClient] = (
+            WeakKeyDictionary()
+        )
+
+    async def search(self, queries: Sequence[str]) -> list[list[Document]]:
+        """The best passages of each query. RetrievalFailed if the service does not give them."""
+        pause = self._first_pause
+        for attempts_left in reversed(range(self._attempts)):
+            try:
+                return _read(await self._post(list(queries)), len(queries))
+            except _Unavailable as error:
+                if not attempts_left:
+                    raise RetrievalFailed(f"the search engine does not work: {error}") from error
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def close(self) -> None:
+        """Close the connections of this event loop."""
+        client = self._clients.pop(asyncio.get_running_loop(), None)
+        if client is not None:
+            await client.aclose()
+
+    async def _post(self, queries: list[str]) -> Any:
+        import httpx2
+
+        request = {"queries": queries, "topk": self._topk, "return_scores": True}
+        try:
+            response = await self._client().post(self.url, json=request)
+        except (httpx2.TransportError, httpx2.DecodingError) as error:
+            raise _Unavailable(str(error) or type(error).__name__) from error
+        status = response.status_code
+        told = f"status {status}: {response.text[:200]}"
+        if status >= 500 or status in BUSY_STATUSES:
+            raise _Unavailable(told)
+        if not response.is_success:
+            raise RetrievalFailed(f"the search engine refuses the query, {told}")
+        try:
+            return response.json()
+        except ValueError as error:
+            raise _Unavailable(f"no JSON: {response.text[:200]}") from error
+
+    def _client(self) -> httpx2.AsyncClient:
+        import httpx2
+
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            limits = httpx2.Limits(max_connections=None)
+            self._clients[loop] = httpx2.AsyncClient(timeout=self._timeout, limits=limits)
+        return self._clients[loop]
+
+
+def _read(answered: Any, queries: int) -> list[list[Document]]:
+    """The passages of an answer, with or without scores."""
+    result = answered.get("result") if isinstance(answered, dict) else None
+    if not isinstance(result, list) or len(result) != queries:
+        raise _Unavailable(f"'result' must be a list for each of {queries} queries")
+    return [_documents(hits) for hits in result]
+
+
+def _documents(hits: Any) -> list[Document]:
+    try:
+        contents = [hit.get("document", hit)["contents"] for hit in hits]
+        return [Document.of(text) for text in contents]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise _Unavailable(f"a list of passages cannot be read: {hits!r:.200}") from error

@@ -1,0 +1,46 @@
+"""Blocking functions, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+__all__ = ["in_thread"]
+
+Result = TypeVar("Result")
+
+
+async def in_thread(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """The function's result, from a thread of its own.
+
+    Not `asyncio.to_thread`: that has few threads, and one that hangs would keep the process from
+    ending. How many run at the same time is the matter of a tool's limits.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(result: Result | None, error: BaseException | None) -> None:
+        if future.done():  # given up meanwhile
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def work() -> None:
+        result, failure = None, None
+        try:
+            result = context.run(function, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 -- raised where the result is awaited
+            # A future cannot raise StopIteration.
+            failure = RuntimeError(str(error)) if isinstance(error, StopIteration) else error
+        with suppress(RuntimeError):  # the event loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=work, name=getattr(function, "__name__", None), daemon=True).start()
+    return await future

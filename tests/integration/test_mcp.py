@@ -1,0 +1,125 @@
+"""Tools of real MCP servers, over standard input and output and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from caldera.errors import ConfigError
+from caldera.tools.loading import load_tools
+from caldera.tools.parsing import FunctionCall
+from caldera.tools.running import ToolOutcome, ToolRunner, ToolState
+
+SERVER = Path(__file__).parents[1] / "data/mcp/server.py"
+STDIO = {"command": sys.executable, "args": [str(SERVER)], "type": "stdio"}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def written(folder: Path, server: Any, tools: list[str] | None, **limits: Any) -> str:
+    (folder / "servers.json").write_text(json.dumps({"mcpServers": {"tests": server}}))
+    entry = {
+        "class_name": "verl.tools.mcp_search_tool.MCPSearchTool",
+        "config": {"type": "mcp", **limits},
+        "mcp": {"mcp_servers_config_path": "./servers.json", "tool_selected_list": tools},
+    }
+    (folder / "tools.yaml").write_text(json.dumps({"tools": [entry]}))
+    return str(folder / "tools.yaml")
+
+
+def run(runner: ToolRunner, *calls: tuple[str, dict[str, Any]]) -> list[ToolOutcome]:
+    given = [FunctionCall(name, json.dumps(arguments)) for name, arguments in calls]
+    return asyncio.run(runner.run(given, ToolState()))
+
+
+@pytest.mark.parametrize("transport", ["stdio", "http"])
+def test_tools_of_a_server_are_called(tmp_path: Path, transport: str, address: str) -> None:
+    server = STDIO if transport == "stdio" else {"url": address}
+    tools = load_tools(written(tmp_path, server, ["add", "wait", "fail"], timeout=10))
+    assert [tool.name for tool in tools] == ["add", "wait", "fail"]
+    runner = ToolRunner(tools, max_parallel_calls=8)
+    try:
+        shown = runner.schemas(["add"])[0]["function"]
+        assert shown["description"] == "Adds two numbers."
+        assert shown["parameters"]["required"] == ["a"]
+        assert shown["parameters"]["properties"]["b"]["type"] == "integer"
+        calls = [("add", {"a": 20, "b": 22}), ("add", {"a": 1}), ("wait", {"seconds": 0.01})]
+        for _ in range(2):  # event loops come and go, the connection stays
+            assert [outcome.text for outcome in run(runner, *calls)] == ["42", "2", "waited"]
+        failed, malformed = run(runner, ("fail", {}), ("add", {"b": 1}))
+        assert failed.status == "error" and "nothing there" in failed.text
+        assert malformed.status == "malformed" and "add also needs a" in malformed.text
+    finally:
+        asyncio.run(runner.close())
+
+
+def test_headers_are_sent(tmp_path: Path, address: str) -> None:
+    server = {"url": address, "headers": {"X-Name": "someone"}}
+    runner = ToolRunner(load_tools(written(tmp_path, server, ["who"])))
+    try:
+        assert run(runner, ("who", {}))[0].text == "someone"
+    finally:
+        asyncio.run(runner.close())
+
+
+def test_a_slow_call_is_given_up_and_others_go_on(tmp_path: Path) -> None:
+    runner = ToolRunner(load_tools(written(tmp_path, STDIO, None, timeout=0.5)))
+    try:
+        assert run(runner, ("wait", {"seconds": 600}))[0].status == "timeout"
+        assert run(runner, ("add", {"a": 1}))[0].text == "2"
+    finally:
+        asyncio.run(runner.close())
+
+
+def test_a_server_that_died_is_started_again(tmp_path: Path) -> None:
+    runner = ToolRunner(load_tools(written(tmp_path, STDIO, ["add", "die"])))
+    try:
+        died = run(runner, ("die", {}))[0]
+        assert died.status == "error" and "the server tests is gone" in died.text
+        assert run(runner, ("add", {"a": 1}))[0].text == "2"
+    finally:
+        asyncio.run(runner.close())
+
+
+@pytest.mark.parametrize(
+    ("server", "tools", "told"),
+    [
+        (STDIO, ["subtract"], "names 'subtract'; the servers have add, wait, fail, who, die"),
+        ({"command": "no-such-program"}, None, "mcpServers.tests: .*cannot be connected to"),
+        ({"command": sys.executable, "args": ["-c", ""]}, None, "cannot be connected to"),
+        ({"url": "http://127.0.0.1:9/mcp"}, None, "cannot be connected to"),
+        ({"url": "http://127.0.0.1:9/mcp", "args": []}, None, "mcpServers.tests.args is unknown"),
+        ({"url": "http://127.0.0.1:9/sse", "type": "sse"}, None, "tests.type='sse'"),
+        ({}, None, "either a 'command' or a 'url'"),
+    ],
+)
+def test_mistakes_are_named_before_the_run_starts(
+    tmp_path: Path, server: Any, tools: list[str] | None, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_tools(written(tmp_path, server, tools))

@@ -1,0 +1,117 @@
+"""`caldera retriever`: an index is built and served by the command line, and asked by clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from caldera.search_agent.retriever import BuildOptions, build_index
+from caldera.tools.retrieval import Document, RetrieverClient
+
+pytest.importorskip("bm25s")
+
+CAPITALS = {"France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Kenya": "Nairobi"}
+
+
+def passage(country: str) -> dict[str, str]:
+    text = f"The capital of {country} is {CAPITALS[country]}."
+    return {"id": country, "contents": f'"{country}"\n{text}'}
+
+
+def write(path: Path, *countries: str) -> Path:
+    path.write_text("".join(json.dumps(passage(country)) + "\n" for country in countries))
+    return path
+
+
+def caldera(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "caldera.cli", "retriever", *map(str, arguments)]
+    return subprocess.run(command, text=True, capture_output=True, timeout=120)
+
+
+@contextmanager
+def served(index: Path, *options: str) -> Iterator[str]:
+    """The address of a service in a process of its own."""
+    command = [sys.executable, "-m", "caldera.cli", "retriever", "serve", "--index", str(index)]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        [*command, "--port", "0", *options], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            match = re.match(r"(http://\S+/retrieve): \d+ passages, searched by", line)
+            assert match, line
+            yield match[1]
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("retriever")
+    corpus = write(folder / "corpus.jsonl", *CAPITALS)
+    build_index([corpus], folder / "index", BuildOptions())
+    return folder / "index"
+
+
+def test_the_command_builds_and_adds(tmp_path: Path) -> None:
+    first = write(tmp_path / "first.jsonl", "France", "Italy")
+    second = write(tmp_path / "second.jsonl", "Japan", "Kenya")
+    built = caldera("build", "--corpus", first, "--index", tmp_path / "index")
+    assert built.returncode == 0, built.stderr
+    assert "2 passages, searched by bm25" in built.stdout
+    added = caldera("build", "--corpus", second, "--index", tmp_path / "index", "--add")
+    assert "4 passages, searched by bm25" in added.stdout
+    again = caldera("build", "--corpus", first, "--index", tmp_path / "index")
+    assert again.returncode == 2
+    assert "exists already; --add adds passages to it" in again.stderr
+
+
+def test_a_service_answers_in_the_format_of_search_r1(index: Path) -> None:
+    with served(index, "--topk", "2") as url, httpx2.Client() as client:
+        request = {"queries": ["capital of Kenya", "Tokyo"], "topk": 1, "return_scores": True}
+        answered = client.post(url, json=request).json()["result"]
+        assert [[hit["document"] for hit in hits] for hits in answered] == [
+            [passage("Kenya")],
+            [passage("Japan")],
+        ]
+        assert answered[0][0]["score"] > 0
+        plain = client.post(url, json={"queries": ["capital of Kenya"]}).json()["result"]
+        assert plain[0][0] == passage("Kenya")
+        assert len(plain[0]) == 2, "as many as --topk says"
+        health = client.get(url.replace("/retrieve", "/health")).json()
+        assert (health["method"], health["passages"]) == ("bm25", 4)
+        for body, said in (
+            ({"queries": "capital"}, "'queries' must be a list"),
+            ({"queries": ["a"], "topk": 0}, "'topk' must be a whole number"),
+            ([], "must be an object"),
+        ):
+            refused = client.post(url, json=body)
+            assert refused.status_code == 422
+            assert said in refused.json()["detail"]
+        assert client.post(url.replace("/retrieve", "/search"), json={}).status_code == 404
+        assert client.post(url, content=b"no JSON").status_code == 422
+
+
+def test_many_clients_get_their_own_answers(index: Path) -> None:
+    async def ask(url: str) -> list[list[list[Document]]]:
+        client = RetrieverClient(url, topk=1)
+        queries = [f"capital of {country}, question {n}" for n in range(16) for country in CAPITALS]
+        try:
+            return await asyncio.gather(*(client.search([query]) for query in queries))
+        finally:
+            await client.close()
+
+    with served(index) as url:
+        answers = asyncio.run(ask(url))
+    assert [answer[0][0].title for answer in answers] == list(CAPITALS) * 16

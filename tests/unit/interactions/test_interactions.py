@@ -1,0 +1,113 @@
+"""Interactions: what they answer, how they score, and the file that names them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from caldera.errors import ConfigError, DataError
+from caldera.interactions.base import BaseInteraction
+from caldera.interactions.gsm8k_interaction import Gsm8kInteraction
+from caldera.interactions.loading import load_interactions
+from caldera.interactions.scripted import ScriptedInteraction
+
+OURS = "caldera.interactions.gsm8k_interaction.Gsm8kInteraction"
+
+
+def wait_for(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(coroutine)
+
+
+def say(interaction: BaseInteraction, name: str, text: str) -> Any:
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+    return wait_for(interaction.generate_response(name, messages))
+
+
+def test_gsm8k_says_whether_an_answer_is_right() -> None:
+    teacher = Gsm8kInteraction({"name": "gsm8k"})
+    name = wait_for(teacher.start_interaction(ground_truth="18", query="?"))
+    is_over, text, score, _ = say(teacher, name, "It is #### 17")
+    assert (is_over, score) == (False, 0.0) and "incorrect" in text
+    assert say(teacher, name, "18")[2] == 0.0, "the answer stands after ####"
+    assert say(teacher, name, "#### 18")[:3] == (True, "Your response is correct!", 1.0)
+    assert wait_for(teacher.calculate_score(name)) == 1.0
+    wait_for(teacher.finalize_interaction(name))
+    assert teacher._truths == {}
+
+
+def test_gsm8k_needs_the_truth() -> None:
+    with pytest.raises(DataError, match=r"extra_info\.interaction_kwargs\.ground_truth"):
+        wait_for(Gsm8kInteraction({"name": "gsm8k"}).start_interaction(ground_truth=None))
+
+
+def test_conversations_of_one_script_go_on_by_themselves() -> None:
+    partner = ScriptedInteraction(
+        {"name": "quiz", "turns": [{"say": "and?", "expect": "^y", "score": 1}, {"say": "bye"}]}
+    )
+    first, second = (wait_for(partner.start_interaction()) for _ in range(2))
+    assert say(partner, first, "yes") == (False, "and?", 1, {"met": True})
+    assert say(partner, second, "no") == (False, "and?", 0.0, {"met": False})
+    assert say(partner, first, "x") == (True, "bye", 0.0, {"met": True})
+    assert wait_for(partner.calculate_score(first)) == 1
+
+
+def test_a_row_may_bring_its_own_script() -> None:
+    partner = ScriptedInteraction({"name": "quiz"})
+    # Columns of parquet files hold None for what a turn does not say.
+    name = wait_for(partner.start_interaction(turns=[{"say": "a", "expect": None, "score": 2.0}]))
+    assert say(partner, name, "x") == (True, "a", 2.0, {"met": True})
+    with pytest.raises(ConfigError, match="has no turns"):
+        wait_for(partner.start_interaction())
+
+
+@pytest.mark.parametrize("turns", [[], "x", [{"sya": "x"}], [{"expect": "("}]])
+def test_mistakes_in_a_script(turns: Any) -> None:
+    with pytest.raises(ConfigError, match=r"quiz: config\.turns"):
+        ScriptedInteraction({"name": "quiz", "turns": turns})
+
+
+def load(folder: Path, text: str) -> dict[str, BaseInteraction]:
+    (folder / "file.yaml").write_text(text)
+    return load_interactions(str(folder / "file.yaml"))
+
+
+def test_files_name_interactions(tmp_path: Path) -> None:
+    found = load(
+        tmp_path,
+        "interaction:\n"
+        "- class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction\n  config: {}\n"
+        "- {name: quiz, class_name: caldera.interactions.scripted.ScriptedInteraction,\n"
+        "   config: {turns: [{say: hello}]}}\n",
+    )
+    assert list(found) == ["gsm8k", "quiz"]
+    assert isinstance(found["gsm8k"], Gsm8kInteraction)
+    assert found["quiz"].config == {"turns": [{"say": "hello"}], "name": "quiz"}
+    assert load_interactions(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: 1", "must hold a list under 'interaction'"),
+        ("interaction: [{name: a}]", "class_name is missing"),
+        (f"interaction: [{{class_name: {OURS}, colour: 1}}]", "takes a mapping of name"),
+        (
+            f"interaction: [{{class_name: {OURS}}}, {{class_name: {OURS}}}]",
+            "'gsm8k' is there twice",
+        ),
+        ("interaction: [{class_name: json.JSONDecoder}]", "derived from BaseInteraction"),
+        ("interaction: {", "not valid YAML"),
+    ],
+)
+def test_mistakes_in_a_file(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"interaction_config_path=.*{problem}"):
+        load(tmp_path, text)
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="there is no such file"):
+        load_interactions("nowhere.yaml")
