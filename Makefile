@@ -11,7 +11,7 @@ PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 .DEFAULT_GOAL := help
 # The suites share two cores and one environment: never run them side by side.
 .NOTPARALLEL:
-.PHONY: help demo demo-smollm2 test check unit integration e2e ray megatron lint format clean
+.PHONY: help demo demo-smollm2 test check unit integration e2e ray megatron vllm sglang lint format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | \
@@ -41,6 +41,12 @@ ray: $(VENV)/.stamp-dev $(VENV)/.stamp-ray ## Tests of worker groups on a real R
 
 megatron: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-megatron ## Tests of strategy=megatron on CPU ranks
 	RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 $(PYTEST) tests/megatron --timeout=600
+
+vllm: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 .venv-vllm/.stamp ## Tests of rollout.name=vllm on this CPU
+	CALDERA_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(PYTEST) tests/vllm --timeout=300
+
+sglang: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 .venv-sglang/.stamp ## Tests of rollout.name=sglang on this CPU
+	CALDERA_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(PYTEST) tests/sglang --timeout=300
 
 lint: $(VENV)/.stamp-dev ## Style, formatting, types, layering and size; changes nothing
 	$(BIN)/ruff check .
@@ -108,4 +114,9 @@ $(VENV)/.stamp-megatron: $(VENV)/.stamp-core
 	@rm -f $@
 	@echo "Installing megatron-core (once, a few seconds)"
 	@$(PIP_INSTALL) --editable '.[megatron]'
+	@touch $@
+
+.venv-vllm/.stamp .venv-sglang/.stamp: .venv-%/.stamp: scripts/engine_venv.py $(VENV)/.stamp-venv
+	@echo "Making .venv-$* (once, about 2 minutes, 3 GB)"
+	@$(BIN)/python scripts/engine_venv.py $* .venv-$*
 	@touch $@

@@ -48,6 +48,12 @@ def _evaluate(arguments: list[str]) -> int:
     return evaluate(arguments)
 
 
+def _serve(arguments: list[str]) -> int:
+    from caldera.trainer.main_serve import main as serve
+
+    return serve(arguments)
+
+
 def _data(arguments: list[str]) -> int:
     from caldera.data.prepare.command import DataCommand
     from caldera.reward_score.routing import find_scorer
@@ -63,6 +69,7 @@ OWN_PARSERS: dict[str, Callable[[list[str]], int]] = {
     "dpo": _dpo,
     "generate": _generate,
     "eval": _evaluate,
+    "serve": _serve,
     "data": _data,
 }
 """Commands that read their arguments themselves, such as --config-name and keys."""
@@ -84,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("data", help="prepare public data sets, check data files")
     commands.add_parser("generate", help="sample answers to the prompts of a file: key=value ...")
     commands.add_parser("eval", help="score a file of answers: key=value ...")
+    commands.add_parser("serve", help="serve a model behind OpenAI's protocol: key=value ...")
     _add_demo(commands)
     _add_report(commands)
     _add_merge(commands)

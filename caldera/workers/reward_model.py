@@ -22,6 +22,7 @@ from caldera.models.loading import (
     is_language_model,
 )
 from caldera.protocol import DataProto
+from caldera.serving.http_server import own_address
 from caldera.single_controller import (
     Dispatch,
     Worker,
@@ -36,7 +37,6 @@ from caldera.workers.building import (
     register_mesh,
 )
 from caldera.workers.chat_server import ChatServer, serve_language_model
-from caldera.workers.http_server import own_address
 from caldera.workers.inputs import CONVERSATIONS
 from caldera.workers.phases import on_device
 from caldera.workers.reward_inputs import RewardInputs, TokenLists, at_last_tokens, score_tokens

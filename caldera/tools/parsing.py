@@ -1,0 +1,98 @@
+"""Tool calls in what a model wrote; one that cannot be read is data too, and told the model."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from caldera.registry import Registry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TOOL_PARSERS", "FunctionCall", "ParsedCalls", "ToolParser", "read_arguments"]
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call that the model asks for."""
+
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+@dataclass
+class ParsedCalls:
+    """What an answer holds: the text around the calls, the calls, and what could not be read."""
+
+    content: str
+    calls: list[FunctionCall] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """One sentence for each call that is malformed, for the model to read."""
+
+
+class ToolParser(ABC):
+    """Reads one format of tool calls."""
+
+    keeps_special_tokens = False
+    """Whether the format is made of special tokens, which decoding must not drop."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    def parse(self, token_ids: list[int]) -> ParsedCalls:
+        """The calls in what the model sampled."""
+        skip = not self.keeps_special_tokens
+        return self.parse_text(str(self.tokenizer.decode(token_ids, skip_special_tokens=skip)))
+
+    @abstractmethod
+    def parse_text(self, text: str) -> ParsedCalls:
+        """The calls in a text."""
+
+    async def extract_tool_calls(self, responses_ids: list[int]) -> tuple[str, list[FunctionCall]]:
+        """(the text without the calls, the calls), as verl's parsers are asked."""
+        found = self.parse(responses_ids)
+        return found.content, found.calls
+
+
+TOOL_PARSERS: Registry[type[ToolParser]] = Registry("actor_rollout_ref.rollout.multi_turn.format")
+
+
+def read_call(text: str, into: ParsedCalls) -> None:
+    """Read `{"name": ..., "arguments": {...}}`, or say what is wrong with it."""
+    try:
+        said = json.loads(text)
+    except ValueError as error:
+        into.problems.append(f"the tool call is not valid JSON ({error}): {_short(text)}")
+        return
+    if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+        into.problems.append(f"a tool call needs a 'name' that is text: {_short(text)}")
+        return
+    read_arguments(said["name"], said.get("arguments", said.get("parameters", {})), into)
+
+
+def read_arguments(name: str, arguments: Any, into: ParsedCalls) -> None:
+    """Take in a call whose arguments are an object, or JSON text of one."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            into.problems.append(
+                f"the arguments of {name} are not valid JSON ({error}): {_short(arguments)}"
+            )
+            return
+    if not isinstance(arguments, dict):
+        into.problems.append(
+            f"the arguments of {name} must be an object with a value for each parameter, "
+            f"got {_short(json.dumps(arguments))}"
+        )
+        return
+    into.calls.append(FunctionCall(name, json.dumps(arguments, ensure_ascii=False)))
+
+
+def _short(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= 200 else f"{text[:200]}..."
