@@ -11,7 +11,8 @@ PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 .DEFAULT_GOAL := help
 # The suites share two cores and one environment: never run them side by side.
 .NOTPARALLEL:
-.PHONY: help demo demo-smollm2 test check unit integration e2e ray megatron tracking lint format clean
+.PHONY: help demo demo-smollm2 test check unit integration e2e ray megatron tracking vllm sglang lint \
+	format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | \
@@ -44,6 +45,12 @@ megatron: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-megatron ## Tests
 
 tracking: $(VENV)/.stamp-dev $(VENV)/.stamp-tracking ## Tests of loggers with their real libraries
 	$(PYTEST) tests/integration/test_tracking_backends.py --timeout=120
+
+vllm: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 .venv-vllm/.stamp ## Tests of rollout.name=vllm on this CPU
+	CALDERA_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(PYTEST) tests/vllm --timeout=300
+
+sglang: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 .venv-sglang/.stamp ## Tests of rollout.name=sglang on this CPU
+	CALDERA_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(PYTEST) tests/sglang --timeout=300
 
 lint: $(VENV)/.stamp-dev ## Style, formatting, types, layering and size; changes nothing
 	$(BIN)/ruff check .
@@ -117,4 +124,9 @@ $(VENV)/.stamp-tracking: $(VENV)/.stamp-core
 	@rm -f $@
 	@echo "Installing loggers (once, half a minute)"
 	@$(PIP_INSTALL) --editable '.[tracking]'
+	@touch $@
+
+.venv-vllm/.stamp .venv-sglang/.stamp: .venv-%/.stamp: scripts/engine_venv.py $(VENV)/.stamp-venv
+	@echo "Making .venv-$* (once, about 2 minutes, 3 GB)"
+	@$(BIN)/python scripts/engine_venv.py $* .venv-$*
 	@touch $@

@@ -60,6 +60,11 @@ COMMANDS = {
         "caldera.trainer.main_eval:main", "caldera.trainer.main_eval:EVALUATE.parser",
         "caldera.config.offline:EvaluationConfig",
     ),
+    "serve": Command(
+        "serve a model behind OpenAI's protocol: key=value ...",
+        "caldera.trainer.main_serve:main", "caldera.trainer.main_serve:SERVE.parser",
+        "caldera.config.serve:ServeConfig",
+    ),
     "plan": Command(
         "what a training run would do and need: key=value ...",
         "caldera.trainer.main_plan:main", "caldera.trainer.main_plan:parser",

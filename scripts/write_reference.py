@@ -22,6 +22,7 @@ from caldera.config.reference import (
     reference_tables,
     short_table,
 )
+from caldera.config.serve import ServeConfig
 from caldera.config.sft import SFTTrainerConfig
 
 PAGE = Path(__file__).parents[1] / "docs/reference/config.md"
@@ -76,7 +77,12 @@ differences:
 The same for `caldera dpo`:
 
 {reference_tables(DPOTrainerConfig, SFTTrainerConfig)}
-## generation
+{_without_training()}"""
+
+
+def _without_training() -> str:
+    """The commands that use a model as it is."""
+    return f"""## generation
 
 The keys of [`caldera generate`](../generation.md).
 
@@ -85,7 +91,12 @@ The keys of [`caldera generate`](../generation.md).
 
 The keys of [`caldera eval`](../evaluation.md).
 
-{reference_tables(EvaluationConfig)}"""
+{reference_tables(EvaluationConfig)}
+## serve
+
+The keys of [`caldera serve`](../serving.md).
+
+{reference_tables(ServeConfig)}"""
 
 
 def main() -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from caldera.config.fields import shown
 from caldera.config.machine import uses_ray
-from caldera.config.offline import GenerationConfig
-from caldera.config.validate import OTHER_SAMPLERS
+from caldera.config.offline import GenerationConfig, GenerationRolloutConfig
+from caldera.config.rollout_checks import ENGINE_SAMPLERS, OTHER_SAMPLERS, REMOTE
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.storage import is_url
 
@@ -30,11 +31,30 @@ def check_generation(config: GenerationConfig) -> None:
         )
     if rollout.name in OTHER_SAMPLERS:
         raise UnsupportedError(
-            f"rollout.name={rollout.name!r} is not part of this release; takes native, hf, or "
-            "rollout.url=... for a server of that kind"
+            f"rollout.name={rollout.name!r} is not part of this release; takes native, hf, vllm, "
+            "sglang, remote, or rollout.url=... for a server of that kind"
         )
+    _check_engine(rollout)
     if rollout.url is not None:
         _check_server(config, rollout.url)
+
+
+def _check_engine(rollout: GenerationRolloutConfig) -> None:
+    name = rollout.name or "native"
+    for key, value, default in (
+        ("engine_python", rollout.engine_python, None),
+        ("engine_kwargs", rollout.engine_kwargs, {}),
+        ("tensor_model_parallel_size", rollout.tensor_model_parallel_size, 1),
+    ):
+        if value != default and name not in ENGINE_SAMPLERS:
+            raise UnsupportedError(
+                f"rollout.{key}={shown(value)}: takes rollout.name=vllm or sglang, not {name}"
+            )
+    if (name == REMOTE) != (rollout.remote.url is not None):
+        raise ConfigError(
+            f"rollout.remote.url={shown(rollout.remote.url)} with rollout.name={name}: "
+            "rollout.name=remote needs the address, and nothing else takes it"
+        )
 
 
 def _check_output(config: GenerationConfig) -> None:

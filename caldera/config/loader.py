@@ -41,6 +41,7 @@ from caldera.config.preference import (
     RewardModelTrainerConfig,
     check_preference,
 )
+from caldera.config.serve import ServeConfig
 from caldera.config.sft import SFTTrainerConfig
 from caldera.config.sft_checks import check_supervised
 from caldera.config.validate import check_consistency
@@ -57,6 +58,7 @@ SCHEMAS: dict[str, type] = {
     "dpo_trainer": DPOTrainerConfig,
     "generation": GenerationConfig,
     "evaluation": EvaluationConfig,
+    "serve": ServeConfig,
 }
 """The keys of each of Caldera's own YAML files."""
 ENGINE_GROUP = "model_engine"

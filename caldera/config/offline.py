@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from caldera.config.fields import nested, option, refused
+from caldera.config.fields import mapping, nested, option
 from caldera.config.ppo import RayConfig
-from caldera.config.reasons import ONE_DEVICE
 from caldera.config.reward import CustomRewardFunctionConfig
+from caldera.config.rollout import RemoteConfig
 
 
 @dataclass
@@ -38,7 +39,7 @@ class GenerationModelConfig:
 @dataclass
 class GenerationRolloutConfig:
     name: str | None = None
-    """Sampler: native, hf; null: native."""
+    """Sampler: native, hf, vllm, sglang, remote; null: native."""
     url: str | None = None
     """Address of a server that samples, such as http://host:8000, asked at /v1/chat/completions;
     null: samplers of the run's own."""
@@ -58,7 +59,13 @@ class GenerationRolloutConfig:
     """Precision of sampling; null: bfloat16 on CUDA, float32 on a CPU."""
     gpu_memory_utilization: float = option(0.5, minimum=0, maximum=1, unit="share of memory")
     """Memory of the GPU that weights and cache may fill."""
-    tensor_model_parallel_size: int = refused(1, ONE_DEVICE)
+    tensor_model_parallel_size: int = option(1, minimum=1, unit="devices")
+    """vLLM and SGLang: devices that share one engine, of those that a rank sees."""
+    engine_python: str | None = None
+    """Python that has vLLM or SGLang, which then runs in a process of its own; null: this one."""
+    engine_kwargs: dict[str, Any] = mapping()
+    """Further arguments of vLLM (EngineArgs) or SGLang (Engine)."""
+    remote: RemoteConfig = nested(RemoteConfig)
     max_num_batched_tokens: int = option(8192, minimum=1, unit="tokens")
     """Prompt tokens that one forward pass of the sampler takes."""
     max_num_seqs: int = option(256, minimum=1, unit="sequences")

@@ -11,15 +11,14 @@ from caldera.config.fields import ConfigGroup, mapping, nested, option, refused
 from caldera.config.model import MtpConfig
 from caldera.config.profiling import RolloutProfilerConfig
 from caldera.config.reasons import (
-    NO_OTHER_SAMPLER,
     NO_PROMETHEUS,
     NO_ROUTER_REPLAY,
     NO_TRACE,
     NO_TRANSFER,
-    ONE_DEVICE,
 )
 
 NAMED_BY_MODEL = "weights go to samplers under Hugging Face's names"
+SHARED_MATRICES = "devices share an engine by its matrices alone (tensor_model_parallel_size)"
 QUANTIZED = "samplers use the trainer's weights, which are not quantised"
 
 
@@ -93,7 +92,8 @@ class AgentConfig:
 @dataclass
 class CheckpointEngineConfig:
     backend: str = refused("naive", NO_TRANSFER)
-    update_weights_bucket_megabytes: int = refused(2048, NO_TRANSFER)
+    update_weights_bucket_megabytes: int = option(2048, minimum=1, unit="MiB")
+    """vLLM and SGLang: size of the files in shared memory in which weights go over."""
     engine_kwargs: dict[str, Any] = refused({}, NO_TRANSFER)
 
 
@@ -125,9 +125,18 @@ class NativeRolloutConfig:
 
 
 @dataclass
+class RemoteConfig:
+    url: str | None = None
+    """rollout.name=remote: address of an OpenAI-compatible server that takes and gives token ids,
+    such as http://host:8000. It cannot be trained: for generation and serving."""
+    model: str | None = None
+    """What the server calls the model; null: the only one that it has."""
+
+
+@dataclass
 class RolloutConfig(ConfigGroup):
     name: str | None = None
-    """Sampler: native, hf; null: native."""
+    """Sampler: native, hf, vllm, sglang, remote; null: native."""
     mode: str = option("async", choices=("sync", "async"))
     """How the trainer waits. A sample depends on its seed alone, so both give the same ones."""
     temperature: float = option(1.0, minimum=0)
@@ -153,20 +162,22 @@ class RolloutConfig(ConfigGroup):
     ignore_eos: bool = False
     """Go on to the full length whatever is sampled."""
     enforce_eager: bool = False
-    """Native sampler on CUDA: neither compile nor record steps. Slow, and quick to start."""
+    """On CUDA, neither compile the native sampler nor record steps: slow, and quick to start."""
     cudagraph_capture_sizes: list[int] | None = None
-    """Native sampler on CUDA: sizes to record steps of, beside max_num_seqs; null: a ladder."""
+    """On CUDA, batch sizes of which steps are recorded; null: the sampler's own."""
     free_cache_engine: bool = True
     """Return the cache's memory while training."""
     load_format: str = refused("dummy", "samplers use the trainer's weights; leave the key out")
-    tensor_model_parallel_size: int = refused(1, ONE_DEVICE)
-    data_parallel_size: int = refused(1, ONE_DEVICE)
-    expert_parallel_size: int = refused(1, ONE_DEVICE)
-    pipeline_model_parallel_size: int = refused(1, ONE_DEVICE)
+    tensor_model_parallel_size: int = option(1, minimum=1, unit="devices")
+    """vLLM and SGLang: devices that share one engine, of those that the worker sees."""
+    data_parallel_size: int = option(1, minimum=1, unit="engines")
+    """vLLM and SGLang with engine_python: engines of each worker, which share its requests."""
+    expert_parallel_size: int = refused(1, SHARED_MATRICES)
+    pipeline_model_parallel_size: int = refused(1, SHARED_MATRICES)
     enable_chunked_prefill: bool = False
-    """Native sampler: run prompts in pieces beside the decoding, which whole ones interrupt."""
+    """Run prompts in pieces beside the decoding, which whole ones interrupt. Not for hf."""
     enable_prefix_caching: bool = False
-    """Native sampler: keep the cache of ended requests for those that begin alike."""
+    """Keep the cache of ended requests for those that begin alike. Not for hf."""
     max_num_batched_tokens: int = option(8192, minimum=1, unit="tokens")
     """Tokens that one forward pass takes: of whole prompts, or of all that it runs if chunked."""
     max_model_len: int | None = option(None, minimum=1, unit="tokens")
@@ -174,13 +185,14 @@ class RolloutConfig(ConfigGroup):
     max_num_seqs: int = option(256, minimum=1, unit="sequences")
     """Sequences that are decoded at the same time."""
     kv_cache_blocks: int | None = option(None, minimum=1, unit="pages of 16 tokens")
-    """Size of the key/value cache; null: fitted to memory and requests."""
+    """Native sampler: size of the key/value cache; null: fitted to memory and requests."""
     logprobs_mode: str = option(
         "processed_logprobs", choices=("processed_logprobs", "raw_logprobs")
     )
     """Log-probs of samples after temperature and filters, or before."""
     scheduling_policy: str = refused("fcfs", "requests are served in order")
-    disable_log_stats: bool = refused(True, NO_OTHER_SAMPLER)
+    disable_log_stats: bool = True
+    """vLLM and SGLang: keep no statistics of their own."""
     calculate_log_probs: bool = True
     """Keep the log-prob of each sampled token in the batch."""
     log_prob_micro_batch_size: int | None = option(None, minimum=1, unit="samples")
@@ -194,19 +206,23 @@ class RolloutConfig(ConfigGroup):
     )
     """Tokens per micro-batch then."""
     over_sample_rate: float = refused(0, "every answer is waited for")
-    multi_stage_wake_up: bool = refused(False, NO_OTHER_SAMPLER)
-    layered_summon: bool = refused(False, NO_OTHER_SAMPLER)
+    multi_stage_wake_up: bool = False
+    """vLLM and SGLang on CUDA: take memory for the cache only after the weights have come."""
+    layered_summon: bool = refused(False, "weights go over one tensor at a time anyway")
     skip_rollout: bool = refused(False, "answers are sampled anew")
     skip_dump_dir: str = refused(
         "/tmp/rollout_dump", "answers are sampled anew", met=("~/.verl/rollout_dump",)
     )
-    skip_tokenizer_init: bool = refused(True, NO_OTHER_SAMPLER)
+    skip_tokenizer_init: bool = refused(True, "engines get tokens and give tokens")
     enable_rollout_routing_replay: bool = refused(False, NO_ROUTER_REPLAY)
     quantization: str | None = refused(None, QUANTIZED)
     quantization_config_file: str | None = refused(None, QUANTIZED)
     engine_kwargs: dict[str, Any] = mapping(vllm={}, sglang={}, trtllm={})
-    """Arguments of other samplers, by sampler; the native one has none."""
+    """Further arguments of vLLM (EngineArgs) and SGLang (Engine), by sampler; others have none."""
+    engine_python: str | None = None
+    """Python that has vLLM or SGLang, which then runs in a process of its own; null: this one."""
     native: NativeRolloutConfig = nested(NativeRolloutConfig)
+    remote: RemoteConfig = nested(RemoteConfig)
     val_kwargs: ValKwargs = nested(ValKwargs)
     multi_turn: MultiTurnConfig = nested(MultiTurnConfig)
     agent: AgentConfig = nested(AgentConfig)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
 
 from caldera.config.actor import ActorConfig
 from caldera.config.algorithm import RolloutCorrectionConfig
@@ -16,6 +15,7 @@ from caldera.config.optim import CONTENTS, CheckpointConfig, FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.config.profiling import ProfilerConfig, check_profilers
 from caldera.config.reward_checks import check_reward_model
+from caldera.config.rollout_checks import check_rollout
 from caldera.config.rollout_presets import check_rollout_correction, rollout_correction_preset
 from caldera.config.search_checks import check_search
 from caldera.config.strategies import check_strategies
@@ -23,7 +23,6 @@ from caldera.errors import ConfigError, UnsupportedError
 
 logger = logging.getLogger(__name__)
 
-OTHER_SAMPLERS = ("vllm", "sglang", "trtllm")
 CORRECTION = "algorithm.rollout_correction"
 
 
@@ -98,22 +97,7 @@ def _check_world(config: PPOTrainerConfig) -> None:
         raise ConfigError(
             f"trainer.worker_group='local': trainer.nnodes={trainer.nnodes} nodes need 'ray'"
         )
-    sampler = config.actor_rollout_ref.rollout.name
-    if sampler in OTHER_SAMPLERS:
-        raise UnsupportedError(
-            f"actor_rollout_ref.rollout.name={sampler!r} is not part of this release; "
-            "takes native, hf"
-        )
-    if given := _without_nulls(config.actor_rollout_ref.rollout.engine_kwargs):
-        raise UnsupportedError(
-            f"actor_rollout_ref.rollout.engine_kwargs={given!r}: nothing in this release takes it"
-        )
-
-
-def _without_nulls(extra: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that are given: null stands for one that is not."""
-    items = {k: _without_nulls(v) if isinstance(v, dict) else v for k, v in extra.items()}
-    return {key: value for key, value in items.items() if value is not None and value != {}}
+    check_rollout(config.actor_rollout_ref.rollout)
 
 
 def _check_precision(config: PPOTrainerConfig) -> None:

@@ -1,4 +1,5 @@
-"""Samplers: `native` (paged, continuous batching, any device) and `hf` (transformers' generate)."""
+"""Samplers: `native` (paged, continuous batching, any device), `hf` (transformers' generate),
+`vllm` and `sglang` (engines with a model of their own), and `remote` (a server elsewhere)."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from caldera.rollout.base import (
     SamplingParams,
     StepwiseRollout,
 )
+from caldera.rollout.engines import build as _engines  # noqa: F401 -- registers them
 from caldera.rollout.hf import HFRollout
 from caldera.rollout.native.engine import NativeRollout
+from caldera.rollout.remote import RemoteRollout
 from caldera.rollout.service import AsyncSampler
 
 __all__ = [
@@ -22,6 +25,7 @@ __all__ = [
     "HFRollout",
     "NativeRollout",
     "Piece",
+    "RemoteRollout",
     "Request",
     "Rollout",
     "SamplingParams",

@@ -78,6 +78,9 @@ class Request:
     prompt_ids: Sequence[int]
     params: SamplingParams
     seed: int
+    session: str | None = None
+    """Requests of one session, such as the turns of a conversation, go to the same of several
+    engines, which may have their beginning cached."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,9 @@ class Rollout(ABC):
     The module's parameters change in `load_weights` alone. Whoever changes them from outside sets
     `version`, which completions carry.
     """
+
+    samples_from_module = True
+    """Whether the weights of `module` are those that it samples with."""
 
     def __init__(self, config: RolloutConfig, module: nn.Module, device: torch.device) -> None:
         self.config = config

@@ -75,12 +75,15 @@ class HFRollout(Rollout):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def check(self, requests: Sequence[Request]) -> None:
+        super().check(requests)
+        for request in requests:
+            _check_params(request.params)
+
     def generate(
         self, requests: Sequence[Request], on_finished: OnFinished | None = None
     ) -> list[Completion]:
         self.check(requests)
-        for request in requests:
-            _check_params(request.params)
         by_params: dict[SamplingParams, list[int]] = {}
         for index, request in enumerate(requests):
             by_params.setdefault(request.params, []).append(index)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -72,7 +72,9 @@ class AsyncSampler:
             self._give_up(call)
             raise
 
-    async def stream(self, request: Request, name: str | None = None) -> AsyncIterator[Piece]:
+    async def stream(
+        self, request: Request, name: str | None = None
+    ) -> AsyncGenerator[Piece, None]:
         """The same in pieces, as they are sampled; the last one brings the completion.
 
         Leaving the loop early aborts the request.

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from caldera.config import ActorRolloutRefConfig, FSDPConfig, RefConfig, RolloutConfig
+from caldera.config.rollout_checks import ENGINE_SAMPLERS
 from caldera.engine import Engine, EngineOptions, OutputName, Outputs
 from caldera.errors import ConfigError
 from caldera.models.forward import base_module, without_adapter
@@ -18,6 +19,7 @@ from caldera.models.loading import DTYPES, Built, build_policy, load_policy
 from caldera.protocol import DataProto
 from caldera.rollout import ROLLOUTS, Rollout
 from caldera.rollout.batch import completions_to_batch, requests_from_batch, sampling_params
+from caldera.rollout.engines.rollout import EngineRollout
 from caldera.single_controller import (
     Dispatch,
     make_nd_compute_dataproto_dispatch_fn,
@@ -206,9 +208,15 @@ class ActorRolloutRefWorker(ProfiledWorker):
             )  # fmt: skip
 
     def _build_rollout(self) -> Rollout:
-        """A sampler on the actor's own module, or on a copy where the precision differs."""
+        """A sampler on the actor's own module, or on a copy where the precision differs, or an
+        engine with a model of its own."""
         config, memory = self.config.rollout, self._memory()
         module = self.actor.module
+        if config.name in ENGINE_SAMPLERS:
+            rollout = ROLLOUTS[config.name](config, module, self.device)
+            assert isinstance(rollout, EngineRollout), "these names are the engines'"
+            rollout.trainer_dtype = DTYPES[memory.dtype or memory.model_dtype]
+            return rollout
         dtype = DTYPES[config.dtype or memory.model_dtype]
         if not self.actor.is_whole or dtype != DTYPES[memory.model_dtype]:
             if config.native.exact:

@@ -1,12 +1,7 @@
-"""A language model behind HTTP, as judges elsewhere are: the protocol of OpenAI.
+"""The run's own judge: a language model that sleeps while it is not needed, behind HTTP.
 
-    POST /v1/chat/completions  {"messages": [...], ...} -> choices[i].message.content, usage
-    POST /v1/completions       {"prompt": ..., ...}     -> choices[i].text, usage
-    GET  /v1/models            the one that there is
-    GET  /health               200; 503 while the model sleeps
-
-Answers come whole. At temperature 0 they are the most likely ones; else the request's `seed`
-decides, or, if it has none, its prompt.
+It answers as judges elsewhere do, in the protocol of OpenAI (`serving/server.py`). At temperature 0
+answers are the most likely ones; else the request's `seed` decides, or, if it has none, its prompt.
 """
 
 from __future__ import annotations
@@ -19,16 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from caldera.config import RolloutConfig
 from caldera.config.reward import RewardModelConfig
-from caldera.errors import DataError, RolloutError
 from caldera.models.forward import base_module
-from caldera.rollout import AsyncSampler, Completion, NativeRollout, Rollout
-from caldera.rollout import Request as Sample
+from caldera.rollout import AsyncSampler, NativeRollout, Rollout
+from caldera.serving import ChatModel, SessionServer
 from caldera.workers.building import stop_tokens
-from caldera.workers.chat_protocol import CHAT, TEXT, ChatModel, answer, read
-from caldera.workers.http_server import HttpServer, Reply, Request, error_reply, json_reply
-from caldera.workers.reward_server import Asleep
 
-PATHS = (CHAT, TEXT)
+ASLEEP = "the reward model sleeps"
 
 
 class ChatServer:
@@ -37,20 +28,18 @@ class ChatServer:
     def __init__(self, rollout: Rollout, model: ChatModel, host: str) -> None:
         rollout.decode = model.text
         self._rollout = rollout
-        self._model = model
-        self._awake = True
         self._sampler = AsyncSampler(rollout)
-        self._http = HttpServer(self._handle, host)
-        self.address = self._http.address
+        self._server = SessionServer(self._sampler, model, host, seed=None)
+        self.address = self._server.address
 
     def wake(self) -> None:
         self._rollout.wake_up()
         asyncio.run(self._sampler.resume())
-        self._awake = True
+        self._server.accept()
 
     def sleep(self) -> None:
         """When this returns the model is not in use, and its cache is free."""
-        self._awake = False
+        self._server.turn_away(ASLEEP)
         asyncio.run(self._give_up())
         self._rollout.sleep()
 
@@ -59,44 +48,10 @@ class ChatServer:
         await self._sampler.abort()
 
     def close(self) -> None:
-        self._awake = False
+        self._server.turn_away(ASLEEP)
         asyncio.run(self._give_up())
-        self._http.close()
+        self._server.close()
         asyncio.run(self._sampler.close())
-
-    async def _handle(self, request: Request) -> Reply:
-        path = request.path.partition("?")[0]
-        if path == "/health" and request.method == "GET":
-            return json_reply({}) if self._awake else _asleep()
-        if path == "/v1/models" and request.method == "GET":
-            return json_reply({"object": "list", "data": [self._description()]})
-        if path not in PATHS or request.method != "POST":
-            return error_reply(404, f"{request.method} {path}: POST {' or '.join(PATHS)}")
-        try:
-            asked = read(path, request.body, self._model)
-            samples = [self._complete(sample) for sample in asked.samples]
-            completions = await asyncio.gather(*samples)
-        except DataError as error:
-            return error_reply(400, str(error))
-        except Asleep:
-            return _asleep()
-        except RolloutError as error:
-            return error_reply(500, str(error))
-        return json_reply(answer(path, asked, completions, self._model))
-
-    async def _complete(self, sample: Sample) -> Completion:
-        if not self._awake:
-            raise Asleep("the reward model sleeps")
-        completion = await self._sampler.generate(sample)
-        if completion.finish_reason == "abort":
-            raise Asleep("the reward model fell asleep")
-        return completion
-
-    def _description(self) -> dict[str, object]:
-        return {
-            "id": self._model.name, "object": "model", "created": 0, "owned_by": "caldera",
-            "max_model_len": self._model.max_length,
-        }  # fmt: skip
 
 
 def serve_language_model(
@@ -131,9 +86,6 @@ def serve_language_model(
         prompt_length=keys.prompt_length,
         response_length=keys.response_length,
         max_length=most,
+        answers_to_any_name=True,
     )
     return ChatServer(NativeRollout(rollout, module, device), model, host)
-
-
-def _asleep() -> Reply:
-    return error_reply(503, "the reward model sleeps")

@@ -22,6 +22,7 @@ from caldera.models.loading import (
     is_language_model,
 )
 from caldera.protocol import DataProto
+from caldera.serving.http_server import own_address
 from caldera.single_controller import (
     Dispatch,
     make_nd_compute_dataproto_dispatch_fn,
@@ -35,7 +36,6 @@ from caldera.workers.building import (
     register_mesh,
 )
 from caldera.workers.chat_server import ChatServer, serve_language_model
-from caldera.workers.http_server import own_address
 from caldera.workers.inputs import CONVERSATIONS
 from caldera.workers.phases import on_device
 from caldera.workers.profiling import ProfiledWorker, profiled

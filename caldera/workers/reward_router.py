@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from caldera.errors import ConfigError
-from caldera.workers.http_server import HttpServer, Reply, Request, error_reply
+from caldera.serving.http_server import HttpServer, Reply, Request, error_reply
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from caldera.errors import CalderaError, DataError
+from caldera.serving.http_server import HttpServer, Reply, Request, error_reply, json_reply
 from caldera.workers.batching import Batcher, ScoreTokens
-from caldera.workers.http_server import HttpServer, Reply, Request, error_reply, json_reply
 
 PATHS = ("/classify", "/v1/embeddings")
 

@@ -6,13 +6,14 @@ import logging
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 
 from caldera.config import ModelConfig, RolloutConfig
 from caldera.data import object_array
 from caldera.models.forward import base_module
 from caldera.models.loading import DTYPES, load_policy
 from caldera.protocol import DataProto
-from caldera.rollout import ROLLOUTS, Completion, NativeRollout, Request, Rollout
+from caldera.rollout import ROLLOUTS, Completion, Request, Rollout, StepwiseRollout
 from caldera.rollout.batch import requests_from_batch
 from caldera.single_controller import Dispatch, Worker, register
 from caldera.workers.building import stop_tokens
@@ -40,9 +41,7 @@ class SamplerWorker(Worker):
         """Load the weights, in the precision of sampling, and build the sampler."""
         config = self.config
         module = load_policy(self.model, DTYPES[str(config.dtype)], config.seed, MODEL_KEY)
-        self.rollout: Rollout = ROLLOUTS[str(config.name)](
-            config, module.to(self.device), self.device
-        )
+        self.rollout = build_sampler(config, module, self.device)
         self._stop_tokens = stop_tokens(module, self.eos_token_id)
         most = getattr(base_module(module).config, "max_position_embeddings", None)
         asked = config.prompt_length + config.response_length
@@ -64,12 +63,17 @@ class SamplerWorker(Worker):
         return DataProto(non_tensor_batch={RESPONSE_IDS: object_array(answers)})
 
     def _sample(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Completion]:
-        if isinstance(self.rollout, NativeRollout):
+        if isinstance(self.rollout, StepwiseRollout):
             return self.rollout.generate(requests)
         # Others may draw a batch from one stream, as `hf` does: a prompt's answers would depend on
         # what else is in the batch. So each prompt is a batch of its own.
         groups = _groups(requests, counts)
         return [completion for group in groups for completion in self.rollout.generate(group)]
+
+
+def build_sampler(config: RolloutConfig, module: nn.Module, device: torch.device) -> Rollout:
+    """A sampler of the weights that the module has; an engine takes them when it first samples."""
+    return ROLLOUTS[str(config.name)](config, module.to(device), device)
 
 
 def _groups(requests: Sequence[Request], counts: Sequence[int]) -> Iterator[Sequence[Request]]:

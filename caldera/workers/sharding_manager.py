@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from caldera.engine import Engine
+import torch
+
+from caldera.engine import Engine, ForwardPlan
+from caldera.models.forward import base_module
+from caldera.protocol import DataProto
 from caldera.rollout import Rollout
+from caldera.rollout.engines.options import longest
+from caldera.rollout.engines.probe import Probe, probe_tokens
+from caldera.rollout.engines.rollout import EngineRollout
 
 
 class ShardingManager:
     """`with manager:` the sampler has the engine's newest weights and may use the memory.
 
     When both use one module there is nothing to copy. Otherwise the engine streams its weights,
-    and does so only after they have changed.
+    and does so only after they have changed. A sampler with a model of its own, such as vLLM, is
+    told what that must then say of a probe.
     """
 
     def __init__(self, engine: Engine, rollout: Rollout, free_cache: bool) -> None:
         self._engine = engine
         self._rollout = rollout
         self._free_cache = free_cache
-        self._shared = rollout.module is engine.module
+        self._shared = rollout.samples_from_module and rollout.module is engine.module
         self._pushed_version: int | None = None
 
     def update_weights(self) -> None:
@@ -27,8 +35,23 @@ class ShardingManager:
         if not self._shared and self._pushed_version != self._engine.version:
             self._engine.onload()
             self._rollout.load_weights(self._engine.export_weights(), self._engine.version)
+            if isinstance(self._rollout, EngineRollout):
+                self._rollout.expect(self._probe(self._rollout))
             self._engine.offload()
         self._pushed_version = self._rollout.version = self._engine.version
+
+    def _probe(self, rollout: EngineRollout) -> Probe:
+        """The trainer's side. Ranks that share a model run it together, on the same tokens."""
+        vocabulary = base_module(self._engine.module).config.vocab_size
+        tokens = probe_tokens(vocabulary, longest(rollout.config))
+        ids = torch.tensor([tokens])  # (1, T)
+        row = DataProto.from_dict({
+            "input_ids": ids, "attention_mask": torch.ones_like(ids),
+            "responses": ids[:, 1:], "response_mask": torch.ones_like(ids[:, 1:]),
+        })  # fmt: skip
+        plan = ForwardPlan(("log_probs",), by_tokens=False, micro_batch_size=1, max_tokens=None)
+        log_probs = self._engine.infer(row, plan)["log_probs"]  # (1, T - 1)
+        return Probe(tokens, log_probs[0].tolist(), rollout.trainer_dtype)
 
     def __enter__(self) -> None:
         self.update_weights()

@@ -97,8 +97,8 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         ["use_prefix_grouper=True is not supported", "computed once a sample"],
     ),
     "refused sampler": (
-        "actor_rollout_ref.rollout.name=vllm",
-        ["actor_rollout_ref.rollout.name='vllm'", "native"],
+        "actor_rollout_ref.rollout.name=trtllm",
+        ["actor_rollout_ref.rollout.name='trtllm'", "native"],
     ),
     "run folder that is a file": (
         "trainer.default_local_dir={here}/garbage.parquet",

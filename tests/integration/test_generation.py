@@ -22,7 +22,7 @@ from caldera.config import compose_config
 from caldera.config.generation_checks import check_generation
 from caldera.config.offline import GenerationConfig
 from caldera.errors import ConfigError, DataError, RolloutError
-from caldera.trainer.generation import server as server_module
+from caldera.rollout import server_client
 from caldera.trainer.generation.parts import Parts
 from caldera.trainer.generation.run import generate
 
@@ -168,13 +168,15 @@ def test_what_is_generated_can_be_evaluated(lab: Any, tmp_path: Path) -> None:
     ("more", "told"),
     [
         (("rollout.temperature=0",), "data.n_samples=3: with rollout.temperature=0"),
-        (("rollout.name=vllm",), "rollout.name='vllm' is not part of this release"),
+        (("rollout.name=trtllm",), "rollout.name='trtllm' is not part of this release"),
+        (("rollout.engine_python=/p",), "rollout.engine_python='/p': takes rollout.name=vllm"),
+        (("rollout.name=remote",), "rollout.remote.url=null with rollout.name=remote"),
         (("data.output_path=out.csv",), "data.output_path='out.csv'"),
         (("model.path=null",), "model.path is required"),
         (("rollout.url=host:8000",), "takes an address such as"),
         (("rollout.url=http://host:8000",), "rollout.top_k=50"),
         (("rollout.url=http://host:8000", "rollout.name=hf"), "rollout.name='hf'"),
-        (("trainer.n_gpus_per_node=1", "rollout.name=nativ"), "takes one of hf, native"),
+        (("trainer.n_gpus_per_node=1", "rollout.name=nativ"), "takes one of hf, native, remote"),
     ],
 )
 def test_keys_that_do_not_fit(lab: Any, tmp_path: Path, more: tuple[str, ...], told: str) -> None:
@@ -301,8 +303,8 @@ class ChatServer:
 
 @pytest.fixture
 def chat(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
-    monkeypatch.setattr(server_module, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(server_module, "ATTEMPTS", 4)
+    monkeypatch.setattr(server_client, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(server_client, "ATTEMPTS", 4)
     server = ChatServer()
     yield server
     server.close()

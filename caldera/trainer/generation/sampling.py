@@ -108,6 +108,11 @@ def rollout_config(config: GenerationConfig) -> RolloutConfig:
         ignore_eos=rollout.ignore_eos,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         max_num_seqs=rollout.max_num_seqs,
+        calculate_log_probs=False,
+        tensor_model_parallel_size=rollout.tensor_model_parallel_size,
+        engine_python=rollout.engine_python,
+        engine_kwargs={str(rollout.name): rollout.engine_kwargs},
+        remote=rollout.remote,
     )
 
 

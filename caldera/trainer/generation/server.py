@@ -6,27 +6,16 @@ import asyncio
 from types import TracebackType
 from typing import Any
 
-import httpx2
-
 from caldera.config.offline import GenerationConfig
 from caldera.errors import RolloutError
 from caldera.models.seeds import derive_seed
-from caldera.storage import shown_url
+from caldera.rollout.server_client import SEEDS, ServerClient
 from caldera.trainer.generation.questions import Questions
 
-ATTEMPTS = 10
-FIRST_PAUSE_SECONDS = 0.5
-LONGEST_PAUSE_SECONDS = 30.0
-SECONDS_TO_CONNECT = 10.0
-SECONDS_TO_ANSWER = 3600.0
-BUSY_STATUSES = (408, 425, 429)
-"""Those below 500 that are worth another attempt."""
-SEEDS = 2**31
-"""A seed fits an integer of 32 bits, in case a server keeps it in one."""
-
-
-class _Unavailable(Exception):
-    """Another attempt may succeed."""
+FAILURE = (
+    "no answers to row {row} in {{attempts}} attempts: {{error}}. "
+    "What is finished is kept: the same command goes on with it"
+)
 
 
 class ServerAnswers:
@@ -38,17 +27,11 @@ class ServerAnswers:
     def __init__(self, config: GenerationConfig, questions: Questions) -> None:
         self._config = config
         self._prompts = questions.prompts
-        given = str(config.rollout.url)
-        self._url = given.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
-        self._told = f"rollout.url={shown_url(given)!r}"
         self._in_flight = max(1, config.rollout.max_num_seqs // config.data.n_samples)
 
     def __enter__(self) -> ServerAnswers:
         self._runner = asyncio.Runner()
-        self._client = httpx2.AsyncClient(
-            timeout=httpx2.Timeout(SECONDS_TO_ANSWER, connect=SECONDS_TO_CONNECT),
-            limits=httpx2.Limits(max_connections=self._in_flight),
-        )
+        self._client = ServerClient(str(self._config.rollout.url), "rollout.url", self._in_flight)
         return self
 
     def __exit__(
@@ -57,7 +40,7 @@ class ServerAnswers:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._runner.run(self._client.aclose())
+        self._runner.run(self._client.close())
         self._runner.close()
 
     def answers(self, rows: range) -> list[list[str]]:
@@ -79,19 +62,10 @@ class ServerAnswers:
         return [task.result() for task in tasks]
 
     async def _ask(self, row: int) -> list[str]:
-        pause = FIRST_PAUSE_SECONDS
-        for attempts_left in reversed(range(ATTEMPTS)):
-            try:
-                return self._read(await self._post(self._request(row)), row)
-            except _Unavailable as error:
-                if not attempts_left:
-                    raise RolloutError(
-                        f"{self._told}: no answers to row {row} in {ATTEMPTS} attempts: {error}. "
-                        "What is finished is kept: the same command goes on with it"
-                    ) from error
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-        raise AssertionError("the last attempt returns or raises")
+        failure = FAILURE.format(row=row)
+        return self._read(
+            await self._client.ask("chat/completions", self._request(row), failure), row
+        )
 
     def _request(self, row: int) -> dict[str, Any]:
         rollout = self._config.rollout
@@ -105,22 +79,6 @@ class ServerAnswers:
             "seed": derive_seed(rollout.seed, row) % SEEDS,
         }
 
-    async def _post(self, request: dict[str, Any]) -> Any:
-        try:
-            response = await self._client.post(self._url, json=request)
-        except httpx2.TransportError as error:
-            raise _Unavailable(str(error) or type(error).__name__) from error
-        status = response.status_code
-        told = f"status {status}: {response.text[:500]}"
-        if status >= 500 or status in BUSY_STATUSES:
-            raise _Unavailable(told)
-        if not response.is_success:
-            raise RolloutError(f"{self._told} refuses the request, {told}")
-        try:
-            return response.json()
-        except ValueError as error:
-            raise _Unavailable(f"no JSON: {response.text[:500]}") from error
-
     def _read(self, answered: Any, row: int) -> list[str]:
         wanted = self._config.data.n_samples
         try:
@@ -130,12 +88,12 @@ class ServerAnswers:
             texts = [text.encode("utf-8", "replace").decode() for text in texts]
         except (AttributeError, LookupError, TypeError) as error:
             raise RolloutError(
-                f"{self._told}: the answer to row {row} has no choices with a message: "
+                f"{self._client.told}: the answer to row {row} has no choices with a message: "
                 f"{answered!r:.500}"
             ) from error
         if len(texts) != wanted:
             raise RolloutError(
-                f"{self._told} gave {len(texts)} answers to row {row}, data.n_samples={wanted} "
-                "were asked for (n)"
+                f"{self._client.told} gave {len(texts)} answers to row {row}, "
+                f"data.n_samples={wanted} were asked for (n)"
             )
         return texts

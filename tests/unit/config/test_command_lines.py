@@ -116,10 +116,7 @@ data.data_source_key=data_source data.reward_model_key=reward_model
 
 LINES = {
     "PPO with critic": Line(PPO),
-    "GRPO, asynchronous vLLM, offload": Line(
-        GRPO,
-        "actor_rollout_ref.rollout.name='vllm' is not part of this release; takes native, hf",
-    ),
+    "GRPO, asynchronous vLLM, offload": Line(GRPO, has_critic=False),
     "tools and DAPO": Line(START + TOOLS, has_critic=False),
     "search agent": Line(START + SEARCH),
     "Megatron": Line(
@@ -232,7 +229,7 @@ def test_keys_that_are_honoured() -> None:
 
 
 REFUSED = """
-actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.rollout.name=trtllm
 actor_rollout_ref.rollout.tensor_model_parallel_size=2
 actor_rollout_ref.model.use_fused_kernels=True
 trainer.esi_redundant_time=60

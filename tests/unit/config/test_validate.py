@@ -56,19 +56,46 @@ def test_a_pool_for_the_reward_model_needs_a_node(load: Load) -> None:
         load(*pool, "reward_model.micro_batch_size_per_gpu=4")
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_other_samplers_are_refused(load: Load, name: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"^{ROLLOUT}\.name='{name}'.*takes native, hf$"):
+@pytest.mark.parametrize("name", ["trtllm", "remote"])
+def test_samplers_that_cannot_train_are_refused(load: Load, name: str) -> None:
+    told = rf"^{ROLLOUT}\.name='{name}'.*takes native, hf, vllm, sglang$"
+    with pytest.raises(UnsupportedError, match=told):
         load(f"{ROLLOUT}.name={name}")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "engine_python=/p", "tensor_model_parallel_size=2", "data_parallel_size=2",
+        "cudagraph_capture_sizes=[1]", "disable_log_stats=False", "multi_stage_wake_up=True",
+        "checkpoint_engine.update_weights_bucket_megabytes=8", "engine_kwargs.vllm.seed=1",
+    ],
+)  # fmt: skip
+def test_keys_of_engines_are_theirs_alone(load: Load, key: str) -> None:
+    name = key.partition("=")[0]
+    with pytest.raises(UnsupportedError, match=rf"^{ROLLOUT}\.{name[:13]}.*not hf$"):
+        load(f"{ROLLOUT}.name=hf", f"{ROLLOUT}.{key}")
+    load(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.{key}")
+
+
+@pytest.mark.parametrize(
+    "key", ["kv_cache_blocks=8", "native.exact=True", "engine_kwargs.sglang.x=1"]
+)
+def test_keys_that_vllm_does_not_take(load: Load, key: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"not vllm$"):
+        load(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.{key}")
+
+
+def test_no_server_elsewhere_is_trained(load: Load) -> None:
+    with pytest.raises(UnsupportedError, match=rf"^{ROLLOUT}\.remote\.url='http://h': "):
+        load(f"{ROLLOUT}.remote.url=http://h")
 
 
 def test_a_sampler_of_the_users_is_left_to_the_registry(load: Load) -> None:
     assert load(f"{ROLLOUT}.name=mine").actor_rollout_ref.rollout.name == "mine"
 
 
-def test_arguments_that_nothing_takes(load: Load) -> None:
-    with pytest.raises(UnsupportedError, match="nothing in this release takes it"):
-        load(f"{ROLLOUT}.engine_kwargs.vllm.seed=1")
+def test_arguments_of_ray_are_kept(load: Load) -> None:
     assert load("ray_kwargs.ray_init.num_cpus=4").ray_kwargs.ray_init == {"num_cpus": 4}
 
 

@@ -27,7 +27,7 @@ from caldera.errors import ConfigError
 FROM_MACHINE = "chosen from the machine"
 NO_MODEL = "there is no default model; the user names one"
 NO_DATA = "there is no default data; the user names it"
-ONE_DEVICE = "sampling runs on one device"
+ONE_DEVICE = "a worker has one device"
 OFF_UNLESS_ASKED = "without them a batch does not depend on what was sampled before it"
 PACKED = "sequences are always packed without padding"
 TWO_GROUPS = "a free dictionary that starts empty; both groups may be given"

@@ -16,11 +16,11 @@ def name(request):
 
 
 def test_samplers_are_found_by_name():
-    assert ROLLOUTS.names() == ["hf", "native"]
+    assert ROLLOUTS.names() == ["hf", "native", "remote", "sglang", "vllm"]
     assert ROLLOUTS["native"] is NativeRollout
     assert ROLLOUTS["hf"] is HFRollout
     with pytest.raises(RegistryError, match="hf, native"):
-        ROLLOUTS["vllm"]
+        ROLLOUTS["trtllm"]
 
 
 def test_load_weights_copies_in_place(name, build_model, config, make_requests):

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from caldera.errors import ConfigError
+from caldera.serving.http_server import HttpServer, Reply, Request, error_reply, json_reply
 from caldera.workers import reward_router
-from caldera.workers.http_server import HttpServer, Reply, Request, error_reply, json_reply
 from caldera.workers.reward_router import Router
 
 

@@ -1,0 +1,89 @@
+"""Keys of sampling that not every sampler takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from caldera.config.fields import default_of, shown
+from caldera.config.rollout import RolloutConfig
+from caldera.errors import ConfigError, UnsupportedError
+
+KEY = "actor_rollout_ref.rollout"
+ENGINE_SAMPLERS = ("vllm", "sglang")
+"""They sample with an engine that has a model of its own."""
+REMOTE = "remote"
+OTHER_SAMPLERS = ("trtllm",)
+"""Names of verl's that nothing here serves."""
+
+OF_ENGINES = (
+    "engine_python", "tensor_model_parallel_size", "data_parallel_size", "cudagraph_capture_sizes",
+    "disable_log_stats", "multi_stage_wake_up",
+)  # fmt: skip
+NOT_OF_ENGINES = ("kv_cache_blocks", "native.exact")
+BUCKETS = "checkpoint_engine.update_weights_bucket_megabytes"
+
+
+def check_rollout(config: RolloutConfig) -> None:
+    """Every key that is set is one that the sampler takes, or the first that is not raises."""
+    name = config.name
+    if name in OTHER_SAMPLERS:
+        raise UnsupportedError(
+            f"{KEY}.name={name!r} is not part of this release; takes native, hf, vllm, sglang"
+        )
+    if name == REMOTE:
+        raise UnsupportedError(
+            f"{KEY}.name={name!r}: a server elsewhere does not take the weights that training "
+            "makes; takes native, hf, vllm, sglang"
+        )
+    for option, value in {"url": config.remote.url, "model": config.remote.model}.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"{KEY}.remote.{option}={value!r}: a server elsewhere cannot be trained"
+            )
+    check_engine_keys(config, KEY)
+
+
+def check_engine_keys(config: RolloutConfig, key: str) -> None:
+    """The keys of engines; `key` is the group that they are in."""
+    name = config.name or "native"
+    is_engine = name in ENGINE_SAMPLERS
+    for option in NOT_OF_ENGINES if is_engine else (*OF_ENGINES, BUCKETS):
+        value, default = _value(config, option), _default(option)
+        if value != default:
+            takers = "native" if is_engine else "vllm or sglang"
+            raise UnsupportedError(
+                f"{key}.{option}={shown(value)}: takes {key}.name={takers}, not {name}"
+            )
+    for sampler, given in _without_nulls(config.engine_kwargs).items():
+        if sampler != name or not is_engine:
+            raise UnsupportedError(
+                f"{key}.engine_kwargs.{sampler}={given!r}: takes {key}.name={sampler} (of vllm and "
+                f"sglang), not {name}"
+            )
+        if not isinstance(given, dict):
+            raise ConfigError(f"{key}.engine_kwargs.{sampler}={given!r}: takes a group of keys")
+
+
+def _without_nulls(extra: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that are given: null stands for one that is not."""
+    items = {k: _without_nulls(v) if isinstance(v, dict) else v for k, v in extra.items()}
+    return {key: value for key, value in items.items() if value is not None and value != {}}
+
+
+def _value(config: Any, option: str) -> Any:
+    for part in option.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _default(option: str) -> Any:
+    kind: Any = RolloutConfig
+    *groups, last = option.split(".")
+    for part in groups:
+        kind = default_of(_field(kind, part))
+    return default_of(_field(kind, last))
+
+
+def _field(kind: Any, name: str) -> dataclasses.Field[Any]:
+    return next(field for field in dataclasses.fields(kind) if field.name == name)

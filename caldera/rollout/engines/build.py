@@ -1,0 +1,90 @@
+"""`rollout.name=vllm` and `rollout.name=sglang`: engines with the keys of the config."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from caldera.errors import UnsupportedError
+from caldera.models.forward import base_module
+from caldera.rollout.base import ROLLOUTS
+from caldera.rollout.engines.host.caldera_engine.base import SteppedEngine
+from caldera.rollout.engines.options import KEY, engine_arguments, engine_environment
+from caldera.rollout.engines.process import EngineProcess
+from caldera.rollout.engines.rollout import EngineRollout
+from caldera.rollout.precision import sampling_dtype
+
+if TYPE_CHECKING:
+    from caldera.config import RolloutConfig
+
+
+@ROLLOUTS.register("vllm")
+def build_vllm(config: RolloutConfig, module: nn.Module, device: torch.device) -> EngineRollout:
+    """Samples with vLLM. The module may be sharded: its config alone is used, and its weights if
+    nobody brings others."""
+    return _build("vllm", config, module, device)
+
+
+@ROLLOUTS.register("sglang")
+def build_sglang(config: RolloutConfig, module: nn.Module, device: torch.device) -> EngineRollout:
+    """Samples with SGLang, in the same way."""
+    return _build("sglang", config, module, device)
+
+
+def _build(
+    name: str, config: RolloutConfig, module: nn.Module, device: torch.device
+) -> EngineRollout:
+    if config.engine_python is None:
+        _require(name)
+    dtype = sampling_dtype(module, config.dtype, device)
+    folder = tempfile.mkdtemp(prefix="caldera-model-")
+    _write_config(module, Path(folder))
+    arguments = engine_arguments(name, config, folder, device)
+    arguments["dtype"] = str(dtype).removeprefix("torch.")
+    environment = engine_environment(name, config, device)
+    python = config.engine_python
+    if python is None and name == "vllm" and config.data_parallel_size == 1:
+        os.environ.update({key: os.environ.get(key, value) for key, value in environment.items()})
+        engines: list[SteppedEngine] = [_in_this_process(arguments)]
+    else:
+        # SGLang, when it is shut down, ends every child of the process that it is in.
+        path = sys.executable if python is None else os.path.expanduser(python)
+        engines = [
+            EngineProcess(path, name, arguments, environment)
+            for _ in range(config.data_parallel_size)
+        ]
+    rollout = EngineRollout(name, config, module, device, engines, dtype)
+    weakref.finalize(rollout, shutil.rmtree, folder, ignore_errors=True)
+    return rollout
+
+
+def _require(name: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        raise UnsupportedError(
+            f"{KEY}.name={name!r}: this Python has no {name}. Install it, or name a Python that "
+            f"has it: {KEY}.engine_python=/path/to/python (scripts/engine_venv.py makes one)"
+        )
+
+
+def _in_this_process(arguments: dict[str, Any]) -> SteppedEngine:
+    from caldera.rollout.engines.host.caldera_engine.vllm_engine import VllmEngine
+
+    return VllmEngine(arguments)
+
+
+def _write_config(module: nn.Module, folder: Path) -> None:
+    """What an engine must know of the model. Requests bring their own stop tokens."""
+    base_module(module).config.save_pretrained(folder)
+    file = folder / "config.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**content, "eos_token_id": None}), encoding="utf-8")

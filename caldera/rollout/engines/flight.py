@@ -1,0 +1,104 @@
+"""A request on its way, and what was sampled for it by now."""
+
+from __future__ import annotations
+
+from caldera.errors import RolloutError
+from caldera.rollout.base import (
+    Completion,
+    Decode,
+    FinishReason,
+    OnFinished,
+    OnToken,
+    Request,
+)
+from caldera.rollout.engines.host.caldera_engine.base import Event
+from caldera.rollout.stops import completes_a_stop
+
+NOWHERE = -1
+
+
+class Flight:
+    """Goes on in another engine, or with other weights, from the tokens that it has."""
+
+    def __init__(
+        self,
+        number: int,
+        request: Request,
+        on_token: OnToken | None,
+        on_finished: OnFinished | None,
+    ) -> None:
+        self.number = number
+        self.request = request
+        self.on_token = on_token
+        self.on_finished = on_finished
+        self.replica = self.engine_number = NOWHERE
+        self._forget()
+
+    def _forget(self) -> None:
+        self.token_ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.top_log_probs: list[list[tuple[int, float]]] = []
+        self.prompt_log_probs: list[float] | None = None
+        self._versions: list[list[int]] = []  # version, how many tokens in a row
+
+    @property
+    def lacks_prompt_log_probs(self) -> bool:
+        return self.request.params.prompt_logprobs and self.prompt_log_probs is None
+
+    def take_off(self, replica: int, engine_number: int) -> None:
+        """An engine has it, under a number of its own."""
+        self.replica, self.engine_number = replica, engine_number
+
+    def land(self) -> None:
+        """No engine has it. What was sampled is a part of the prompt when it goes on, which is the
+        same to all but penalties that count what was sampled: those make it begin anew."""
+        params = self.request.params
+        self.replica = self.engine_number = NOWHERE
+        if not self.token_ids or not (params.presence_penalty or params.frequency_penalty):
+            return
+        if self.on_token is not None:
+            raise RolloutError(
+                "a request with presence_penalty or frequency_penalty was interrupted after its "
+                "first tokens were told: it cannot go on"
+            )
+        self._forget()
+
+    def take(self, event: Event, decode: Decode | None) -> FinishReason | None:
+        """Take in tokens; returns why the request ends, if it does."""
+        params = self.request.params
+        if event.prompt_log_probs is not None and self.lacks_prompt_log_probs:
+            # it may have gone on, with tokens of its own behind the prompt
+            self.prompt_log_probs = event.prompt_log_probs[: len(self.request.prompt_ids) - 1]
+        for place, (token, log_prob) in enumerate(
+            zip(event.token_ids, event.log_probs, strict=True)
+        ):
+            self.token_ids.append(token)
+            self.log_probs.append(log_prob)
+            if params.logprobs:
+                # lists, if they came as a message
+                ranked = event.top_log_probs[place][: params.logprobs]
+                self.top_log_probs.append([(token, value) for token, value in ranked])
+            self._note_version(event.version)
+            if self.on_token is not None:
+                self.on_token(self.number, token, log_prob)
+            if params.stop and decode and completes_a_stop(self.token_ids, params.stop, decode):
+                return "stop"
+        if event.finish_reason is None:
+            return None
+        return "length" if event.finish_reason == "length" else "stop"
+
+    def completion(self, reason: FinishReason, version: int) -> Completion:
+        """What there is; `version` counts if there is nothing."""
+        params = self.request.params
+        first = self._versions[0][0] if self._versions else version
+        versions = tuple((number, count) for number, count in self._versions)
+        return Completion(
+            self.token_ids, self.log_probs, reason, first, versions,
+            self.top_log_probs if params.logprobs else None, self.prompt_log_probs,
+        )  # fmt: skip
+
+    def _note_version(self, version: int) -> None:
+        if self._versions and self._versions[-1][0] == version:
+            self._versions[-1][1] += 1
+        else:
+            self._versions.append([version, 1])

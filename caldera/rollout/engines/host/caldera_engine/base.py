@@ -1,0 +1,65 @@
+"""What every engine can do here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from .buckets import Bucket
+
+
+@dataclass
+class Event:
+    """What an engine has sampled for a request since it last told of it."""
+
+    number: int
+    token_ids: list[int]
+    log_probs: list[float]
+    version: int
+    """Of the weights."""
+    finish_reason: str | None = None
+    """stop or length, in the last event of a request; error, with `error`."""
+    top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_log_probs: list[float] | None = None
+    error: str | None = None
+
+    def as_message(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class SteppedEngine(Protocol):
+    """One engine, here or elsewhere.
+
+    Requests go by numbers; parameters are those of Caldera's SamplingParams.
+    """
+
+    def add(self, number: int, prompt_ids: list[int], params: dict[str, Any], seed: int) -> None:
+        """Take in a request. Raises ValueError for one that the engine refuses."""
+
+    def abort(self, number: int) -> None:
+        """Drop a request, of which nothing more is told."""
+
+    def step(self) -> list[Event]:
+        """What there is to tell, after waiting for it a little."""
+
+    def load_weights(self, buckets: list[Bucket], version: int) -> None:
+        """Take new weights, all of them, and forget what was computed with others."""
+
+    def score(self, prompt_ids: list[int]) -> list[float]:
+        """The log-prob of each token but the first, while no request is there."""
+
+    def sleep(self) -> bool:
+        """Give back memory, of weights and cache; False if this engine cannot here."""
+
+    def wake_up(self, part: str | None) -> None:
+        """Take the memory back: of `weights`, of `kv_cache`, or of both."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class InferenceEngine(SteppedEngine, Protocol):
+    """One engine of this process."""
+
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""

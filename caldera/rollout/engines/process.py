@@ -1,0 +1,167 @@
+"""An engine in a process of another Python."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import tempfile
+import weakref
+from pathlib import Path
+from typing import IO, Any
+
+from caldera.errors import RolloutError
+from caldera.rollout.engines.host import __path__ as host_path
+from caldera.rollout.engines.host.caldera_engine.base import Event
+from caldera.rollout.engines.host.caldera_engine.buckets import Bucket
+from caldera.rollout.engines.host.caldera_engine.frames import Frames, Message
+
+OF_THIS_PROCESS = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+"""Variables of a worker, which an engine would take for its own."""
+LINES_SHOWN = 15
+SECONDS_TO_END = 10.0
+
+
+class EngineDied(Exception):
+    """The process has ended, or does not listen any more."""
+
+
+class EngineProcess:
+    """The methods of `SteppedEngine`, carried out over there. Any may raise EngineDied."""
+
+    def __init__(
+        self, python: str, name: str, arguments: dict[str, Any], environment: dict[str, str]
+    ) -> None:
+        """`environment` is added to that of this process, unless it is set there."""
+        self._command = [python, "-m", "caldera_engine"]
+        self._name = name
+        self._arguments = arguments
+        self._environment = environment
+        self._told = f"actor_rollout_ref.rollout.engine_python={python!r} ({name})"
+        self.start()
+
+    def start(self) -> None:
+        """Begin, or begin anew after the process has died; returns when the engine is up."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the process
+        command = [*self._command, str(theirs.fileno()), self._name]
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command, env=self._environ(), pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
+                )  # fmt: skip
+        except OSError as error:
+            ours.close()
+            self._log.close()
+            raise RolloutError(f"{self._told} cannot be run: {error}") from error
+        self._frames = Frames(ours)
+        self._events: list[Event] = []
+        self._end = weakref.finalize(self, _end, self._process, self._frames, self._log)
+        try:
+            self._frames.send(self._arguments)
+            self._answer()
+        except (EngineDied, RolloutError, OSError) as error:
+            shown = self._last_lines()
+            self._end()
+            raise RolloutError(f"{self._told} does not start: {error}\n{shown}") from error
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._frames.fileno()
+
+    def is_ready(self) -> bool:
+        """Whether `step` would not wait, although the socket may say nothing."""
+        return bool(self._events) or self._frames.is_ready()
+
+    def add(self, number: int, prompt_ids: list[int], params: dict[str, Any], seed: int) -> None:
+        self._send({
+            "do": "add", "number": number, "prompt_ids": prompt_ids, "params": params, "seed": seed,
+        })  # fmt: skip
+
+    def abort(self, number: int) -> None:
+        self._send({"do": "abort", "number": number})
+
+    def step(self) -> list[Event]:
+        """Waits until it is told of something."""
+        while not self._events:
+            self._take(self._receive())
+        events, self._events = self._events, []
+        return events
+
+    def load_weights(self, buckets: list[Bucket], version: int) -> None:
+        self._call("load_weights", buckets=buckets, version=version)
+
+    def score(self, prompt_ids: list[int]) -> list[float]:
+        log_probs: list[float] = self._call("score", prompt_ids=prompt_ids)
+        return log_probs
+
+    def sleep(self) -> bool:
+        return bool(self._call("sleep"))
+
+    def wake_up(self, part: str | None) -> None:
+        self._call("wake_up", part=part)
+
+    def close(self) -> None:
+        self._end()
+
+    def _call(self, what: str, **arguments: Any) -> Any:
+        self._send({"do": what, **arguments})
+        return self._answer()
+
+    def _answer(self) -> Any:
+        while True:
+            message = self._receive()
+            if "failed" in message:
+                raise RolloutError(f"{self._told}: {message['failed']}")
+            if "answer" in message:
+                return message["answer"]
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        self._events += [Event(**event) for event in message["events"]]
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._frames.send(message)
+        except OSError as error:
+            raise EngineDied(self._epitaph()) from error
+
+    def _receive(self) -> Message:
+        try:
+            return self._frames.receive()
+        except OSError as error:
+            raise EngineDied(self._epitaph()) from error
+
+    def _epitaph(self) -> str:
+        try:
+            code = self._process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            return f"process {self.pid} has closed its socket"
+        return f"process {self.pid} has ended with status {code}"
+
+    def _last_lines(self) -> str:
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-LINES_SHOWN:])
+
+    def _environ(self) -> dict[str, str]:
+        kept = {key: value for key, value in os.environ.items() if key not in OF_THIS_PROCESS}
+        path = str(Path(next(iter(host_path))).resolve())
+        return {**self._environment, **kept, "PYTHONPATH": path}
+
+
+def _end(process: subprocess.Popen[bytes], frames: Frames, log: IO[bytes]) -> None:
+    """The process ends itself when its socket is closed; if it does not, it is ended."""
+    frames.close()
+    try:
+        process.wait(SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    log.close()

@@ -1,0 +1,353 @@
+"""A sampler whose steps are an engine's: requests go over, tokens come back."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from caldera.errors import RolloutError
+from caldera.models.loading import exported_weights
+from caldera.rollout.base import (
+    Completion,
+    OnFinished,
+    OnToken,
+    Request,
+    RolloutPart,
+    StepwiseRollout,
+)
+from caldera.rollout.engines.files import WeightFiles
+from caldera.rollout.engines.flight import Flight
+from caldera.rollout.engines.host.caldera_engine.base import Event, SteppedEngine
+from caldera.rollout.engines.options import check_params, longest, params_as_message
+from caldera.rollout.engines.probe import Probe, probe_module
+from caldera.rollout.engines.process import EngineDied, EngineProcess
+from caldera.rollout.engines.router import StickyRouter
+
+if TYPE_CHECKING:
+    from caldera.config import RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+MEGABYTE = 1 << 20
+RESTARTS_IN_A_ROW = 3
+"""How often an engine is started anew before any of its requests has ended."""
+
+
+class EngineRollout(StepwiseRollout):
+    """One or more engines with the same weights.
+
+    Weights go over when a step is to be taken, not when they are loaded: `load_weights` keeps them
+    in files, from which an engine that was started anew, or has slept, gets them again. After each
+    such push the engine must agree with the trainer on a probe.
+    """
+
+    samples_from_module = False
+
+    def __init__(
+        self, name: str, config: RolloutConfig, module: nn.Module, device: torch.device,
+        engines: Sequence[SteppedEngine], dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        super().__init__(config, module, device)
+        self._name = name
+        self._engines = list(engines)
+        self._dtype = dtype
+        bucket = config.checkpoint_engine.update_weights_bucket_megabytes * MEGABYTE
+        self._files = WeightFiles(dtype, bucket)
+        self._probe: Probe | None = None
+        self._router = StickyRouter(len(engines))
+        self._stale = set(range(len(engines)))  # engines that lack the newest weights
+        self._unproven: set[int] = set()  # those that have them, and were not asked yet
+        self._deaths = [0] * len(engines)  # in a row
+        self._awake, self._told_of_sleep = True, False
+        self._numbers, self._engine_numbers = itertools.count(), itertools.count()
+        self._flights: dict[int, Flight] = {}
+        self._grounded: dict[int, Flight] = {}  # those that no engine has
+        self._in_engine: dict[int, Flight] = {}  # by the number that the engine knows
+        self.trainer_dtype = torch.float32
+        """Precision in which the trainer computes log-probs."""
+        self.restarts = 0
+        """How often an engine was started anew. Its requests went on; none was lost."""
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the engines, but for one that is in this process."""
+        return [engine.pid for engine in self._engines if isinstance(engine, EngineProcess)]
+
+    # ---- memory and weights
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Keep the weights, which are the engines' before the next token is sampled."""
+        self._withdraw()
+        self._files.write(stream)
+        self._probe = None
+        self._stale = set(range(len(self._engines)))
+        self.version = version
+
+    def expect(self, probe: Probe) -> None:
+        """What an engine with the newest weights must say."""
+        self._probe = probe
+
+    def sleep(self) -> None:
+        """Give back memory, of weights, too: they are in files."""
+        if not self._awake:
+            return
+        self._withdraw()
+        slept = [self._sleep(place) for place in range(len(self._engines))]
+        self._awake = False
+        if all(slept):
+            self._stale = set(range(len(self._engines)))
+        elif not self._told_of_sleep:
+            self._told_of_sleep = True
+            logger.info("%s cannot sleep on a %s: it keeps its memory", self._name, self.device)
+
+    def wake_up(self, part: RolloutPart | None = None) -> None:
+        """With `multi_stage_wake_up` the cache is allocated after the weights have come."""
+        if part is None and self.config.multi_stage_wake_up:
+            self._wake("weights")
+            self._push()
+            part = "kv_cache"
+        self._wake(part)
+        self._awake = self._awake or part != "weights"
+
+    def close(self) -> None:
+        """End the engines and remove the files."""
+        for engine in self._engines:
+            engine.close()
+        self._files.close()
+
+    def _sleep(self, place: int) -> bool:
+        try:
+            return self._engines[place].sleep()
+        except EngineDied as error:
+            self._revive(place, error)
+            return self._engines[place].sleep()
+
+    def _wake(self, part: RolloutPart | None) -> None:
+        if self._awake:
+            return
+        for place, engine in enumerate(self._engines):
+            try:
+                engine.wake_up(part)
+            except EngineDied as error:  # what is started anew is awake
+                self._revive(place, error)
+
+    def _push(self) -> None:
+        """Bring the weights to those that lack them, but for one that dies meanwhile."""
+        if self._files.buckets is None:
+            self._take_own_weights()
+        assert self._files.buckets is not None, "they were written"
+        for place in sorted(self._stale):
+            try:
+                self._engines[place].load_weights(self._files.buckets, self.version)
+            except EngineDied as error:
+                self._revive(place, error)
+            else:
+                self._stale.discard(place)
+                self._unproven.add(place)
+
+    def _take_own_weights(self) -> None:
+        """Nobody has brought weights: those of the module are meant."""
+        self._files.write(exported_weights(self.module))
+        with self.sampling_mode():
+            self._probe = probe_module(self.module, self.device, longest(self.config))
+
+    def _make_ready(self) -> None:
+        """The engines have the newest weights, and have shown it."""
+        while self._stale or self._unproven:
+            self._push()
+            for place in sorted(self._unproven):
+                try:
+                    self._prove(place)
+                except EngineDied as error:
+                    self._revive(place, error)
+                self._unproven.discard(place)
+
+    def _prove(self, place: int) -> None:
+        if self._probe is not None:
+            found = self._engines[place].score(self._probe.token_ids)
+            self._probe.check(found, self._dtype, f"{self._name} (engine {place})")
+
+    def _revive(self, place: int, error: EngineDied) -> None:
+        """Start an engine anew, and let its requests wait for it."""
+        self._deaths[place] += 1
+        if self._deaths[place] > RESTARTS_IN_A_ROW:
+            raise RolloutError(
+                f"{self._name} died {self._deaths[place]} times before any request ended: {error}"
+            ) from error
+        engine = self._process(place)
+        lost = [number for number, f in self._in_engine.items() if f.replica == place]
+        self._ground(lost)
+        engine.start()
+        self.restarts += 1
+        self._stale.add(place)
+        logger.warning(
+            "%s (engine %d) was started anew: %s; requests that go on: %d, lost: 0",
+            self._name, place, error, len(lost),
+        )  # fmt: skip
+
+    def _process(self, place: int) -> EngineProcess:
+        engine = self._engines[place]
+        assert isinstance(engine, EngineProcess), "an engine of this process is alone and immortal"
+        return engine
+
+    # ---- requests
+
+    def check(self, requests: Sequence[Request]) -> None:
+        super().check(requests)
+        for request in requests:
+            check_params(self._name, self.config, request.params)
+
+    def generate(
+        self, requests: Sequence[Request], on_finished: OnFinished | None = None
+    ) -> list[Completion]:
+        self.check(requests)
+        completions: dict[int, Completion] = {}
+        places: dict[int, int] = {}
+
+        def finish(number: int, completion: Completion) -> None:
+            completions[places[number]] = completion
+            if on_finished is not None:
+                on_finished(places[number], completion)
+
+        for place, request in enumerate(requests):
+            places[self.add(request, None, finish)] = place
+        with self.stepping():
+            while len(completions) < len(requests):
+                self.step()
+        return [completions[place] for place in range(len(requests))]
+
+    def add(
+        self,
+        request: Request,
+        on_token: OnToken | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> int:
+        self.check([request])
+        number = next(self._numbers)
+        flight = Flight(number, request, on_token, on_finished)
+        self._flights[number] = self._grounded[number] = flight
+        return number
+
+    def abort(self, number: int) -> Completion | None:
+        flight = self._flights.pop(number, None)
+        if flight is None:
+            return None
+        self._leave(flight)
+        return flight.completion("abort", self.version)
+
+    def has_work(self) -> bool:
+        return bool(self._flights)
+
+    # ---- steps
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # whatever it was, nobody waits for these any more
+            self._withdraw()
+            self._flights.clear()
+            self._grounded.clear()
+            raise
+
+    def step(self) -> None:
+        """Wait until an engine has told of tokens, and take them in."""
+        if not self._awake:
+            raise RolloutError("the sampler sleeps: wake it up before generating")
+        self._make_ready()
+        self._take_off()
+        for place in self._ready():
+            try:
+                events = self._engines[place].step()
+            except EngineDied as error:
+                self._revive(place, error)
+                continue
+            for event in events:
+                self._take_in(event)
+
+    def _ready(self) -> list[int]:
+        """The engines that have something to tell, or will have next."""
+        busy = sorted({flight.replica for flight in self._in_engine.values()})
+        if len(busy) <= 1:
+            return busy
+        links = {place: self._process(place) for place in busy}
+        if told := [place for place, link in links.items() if link.is_ready()]:
+            return told
+        readable = wait([link.fileno() for link in links.values()])
+        return [place for place, link in links.items() if link.fileno() in readable]
+
+    def _take_off(self) -> None:
+        """Give to the engines whatever waits."""
+        for flight in list(self._grounded.values()):
+            place = self._router.choose(flight.request.session)
+            try:
+                self._send(flight, place)
+            except EngineDied as error:
+                self._revive(place, error)
+                return  # the next step brings the weights first
+            del self._grounded[flight.number]
+
+    def _send(self, flight: Flight, place: int) -> None:
+        number = next(self._engine_numbers)
+        flight.take_off(place, number)
+        self._in_engine[number] = flight
+        request = flight.request
+        left = request.params.max_tokens - len(flight.token_ids)
+        message = params_as_message(request.params, left)
+        message["prompt_logprobs"] = flight.lacks_prompt_log_probs
+        prompt = [*request.prompt_ids, *flight.token_ids]
+        self._engines[place].add(number, prompt, message, request.seed)
+
+    def _take_in(self, event: Event) -> None:
+        flight = self._in_engine.get(event.number)
+        if flight is None:  # aborted meanwhile
+            return
+        if event.error is not None:
+            raise RolloutError(f"{self._name} refuses a request: {event.error}")
+        reason = flight.take(event, self.decode)
+        if reason is None:
+            return
+        del self._flights[flight.number]
+        self._leave(flight, tell=event.finish_reason is None)
+        self._deaths[flight.replica] = 0
+        if flight.on_finished is not None:
+            flight.on_finished(flight.number, flight.completion(reason, self.version))
+
+    def _leave(self, flight: Flight, tell: bool = True) -> None:
+        """The flight ends; `tell` the engine, which goes on with it otherwise."""
+        if self._grounded.pop(flight.number, None) is not None:
+            return
+        del self._in_engine[flight.engine_number]
+        self._router.release(flight.replica)
+        if not tell:
+            return
+        try:
+            self._engines[flight.replica].abort(flight.engine_number)
+        except EngineDied:
+            return  # the next step finds out, and starts it anew
+
+    def _withdraw(self) -> None:
+        """Take every request back from the engines; each goes on from where it is."""
+        for number, flight in list(self._in_engine.items()):
+            if number not in self._in_engine:  # its engine died, and all of that have landed
+                continue
+            try:
+                self._engines[flight.replica].abort(number)
+            except EngineDied as error:
+                self._revive(flight.replica, error)
+            self._ground([number])
+
+    def _ground(self, numbers: list[int]) -> None:
+        for number in numbers:
+            flight = self._in_engine.pop(number, None)
+            if flight is not None:
+                self._router.release(flight.replica)
+                flight.land()
+                self._grounded[flight.number] = flight

@@ -1,0 +1,218 @@
+"""`rollout.name=remote`: a server elsewhere samples, from tokens to tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from caldera.errors import ConfigError, RolloutError, UnsupportedError
+from caldera.rollout.base import (
+    ROLLOUTS,
+    Completion,
+    FinishReason,
+    OnFinished,
+    OnToken,
+    Request,
+    RolloutPart,
+    SamplingParams,
+    StepwiseRollout,
+)
+
+if TYPE_CHECKING:
+    from caldera.config import RolloutConfig
+    from caldera.rollout.server_client import ServerClient
+
+URL = "rollout.remote.url"
+FAILURE = "no answer in {attempts} attempts: {error}"
+SENT = (
+    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "ignore_eos",
+)  # fmt: skip
+"""Parameters that go over as they are."""
+
+
+@ROLLOUTS.register("remote")
+class RemoteRollout(StepwiseRollout):
+    """Asks an OpenAI-compatible server at /v1/completions, many requests at a time.
+
+    It cannot be given weights. A completion is told when it has ended, all tokens at once. What
+    its log-probs mean is the server's to say.
+    """
+
+    samples_from_module = False
+
+    def __init__(self, config: RolloutConfig, module: nn.Module, device: torch.device) -> None:
+        super().__init__(config, module, device)
+        if config.remote.url is None:
+            raise ConfigError(f"{URL}=null: rollout.name=remote needs the address of a server")
+        self._loop = asyncio.new_event_loop()
+        self._client = _client(config.remote.url, config.max_num_seqs)
+        self._gate = asyncio.Semaphore(config.max_num_seqs)
+        self._model = config.remote.model
+        self._numbers = itertools.count()
+        self._calls: dict[int, tuple[asyncio.Task[Completion], OnToken | None, OnFinished | None]]
+        self._calls = {}
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        raise RolloutError(f"{self._client.told}: a server elsewhere does not take weights")
+
+    def wake_up(self, part: RolloutPart | None = None) -> None:
+        """Nothing to do: the memory is the server's."""
+
+    def sleep(self) -> None:
+        """Nothing to do, either."""
+
+    def close(self) -> None:
+        """Give up what is in flight, and the connections."""
+        for number in list(self._calls):
+            self.abort(number)
+        self._loop.run_until_complete(self._client.close())
+        self._loop.close()
+
+    def check(self, requests: Sequence[Request]) -> None:
+        super().check(requests)
+        for request in requests:
+            plain = SamplingParams(request.params.max_tokens)
+            for name in ("logprobs", "prompt_logprobs"):
+                if (value := getattr(request.params, name)) != getattr(plain, name):
+                    raise UnsupportedError(
+                        f"sampling parameter {name}={value!r}: rollout.name=remote gets the "
+                        "log-probs of sampled tokens alone"
+                    )
+
+    def generate(
+        self, requests: Sequence[Request], on_finished: OnFinished | None = None
+    ) -> list[Completion]:
+        self.check(requests)
+        found: dict[int, Completion] = {}
+        places: dict[int, int] = {}
+
+        def finish(number: int, completion: Completion) -> None:
+            found[places[number]] = completion
+            if on_finished is not None:
+                on_finished(places[number], completion)
+
+        for place, request in enumerate(requests):
+            places[self.add(request, None, finish)] = place
+        with self.stepping():
+            while len(found) < len(requests):
+                self.step()
+        return [found[place] for place in range(len(requests))]
+
+    def add(
+        self,
+        request: Request,
+        on_token: OnToken | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> int:
+        self.check([request])
+        number = next(self._numbers)
+        self._calls[number] = (self._loop.create_task(self._ask(request)), on_token, on_finished)
+        return number
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # whatever it was, nobody waits for these any more
+            for number in list(self._calls):
+                self.abort(number)
+            raise
+
+    def step(self) -> None:
+        """Wait for the next answer, or for a moment, so that others may be asked for meanwhile."""
+        tasks = [task for task, _, _ in self._calls.values()]
+        self._loop.run_until_complete(
+            asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+        )
+        for number, (task, on_token, on_finished) in list(self._calls.items()):
+            if not task.done():
+                continue
+            del self._calls[number]
+            completion = task.result()
+            if on_token is not None:
+                for token, value in zip(completion.token_ids, completion.log_probs, strict=True):
+                    on_token(number, token, value)
+            if on_finished is not None:
+                on_finished(number, completion)
+
+    def abort(self, number: int) -> Completion | None:
+        call = self._calls.pop(number, None)
+        if call is None:
+            return None
+        call[0].cancel()
+        self._loop.run_until_complete(asyncio.wait([call[0]]))
+        return Completion([], [], "abort", self.version)
+
+    def has_work(self) -> bool:
+        return bool(self._calls)
+
+    async def _ask(self, request: Request) -> Completion:
+        async with self._gate:
+            model = await self._model_name()
+            answer = await self._client.ask("completions", _body(model, request), FAILURE)
+        try:
+            choice = answer["choices"][0]
+            tokens = [int(token) for token in choice["token_ids"]]
+            log_probs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
+            reason: FinishReason = "length" if choice["finish_reason"] == "length" else "stop"
+        except (LookupError, TypeError, ValueError) as error:
+            raise RolloutError(
+                f"{self._client.told}: the answer lacks token_ids (return_token_ids) or "
+                f"logprobs.token_logprobs: {answer!r:.500}"
+            ) from error
+        if len(tokens) != len(log_probs):
+            raise RolloutError(
+                f"{self._client.told} gave {len(tokens)} tokens and {len(log_probs)} log-probs"
+            )
+        return Completion(tokens, log_probs, reason, self.version, ((self.version, len(tokens)),))
+
+    async def _model_name(self) -> str:
+        if self._model is None:
+            answer = await self._client.ask("models", None, FAILURE)
+            try:
+                names = [str(model["id"]) for model in answer["data"]]
+            except (LookupError, TypeError) as error:
+                raise RolloutError(
+                    f"{self._client.told}: /v1/models names no models: {answer!r:.500}"
+                ) from error
+            if len(names) != 1:
+                raise RolloutError(
+                    f"{self._client.told} has the models {', '.join(names)}: "
+                    "rollout.remote.model must name one"
+                )
+            self._model = names[0]
+        return self._model
+
+
+def _body(model: str, request: Request) -> dict[str, Any]:
+    from caldera.rollout.server_client import SEEDS
+
+    params = request.params
+    return {
+        "model": model,
+        "prompt": [int(token) for token in request.prompt_ids],
+        **{name: getattr(params, name) for name in SENT},
+        "stop": list(params.stop),
+        "stop_token_ids": [] if params.ignore_eos else sorted(params.stop_token_ids),
+        "include_stop_str_in_output": True,
+        "seed": request.seed % SEEDS,
+        "logprobs": 1,
+        "return_token_ids": True,
+    }
+
+
+def _client(url: str, connections: int) -> ServerClient:
+    try:
+        from caldera.rollout.server_client import ServerClient
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"{URL}={url!r}: asking a server needs the package {error.name}: install caldera[serve]"
+        ) from error
+    return ServerClient(url, URL, connections)

@@ -1,0 +1,37 @@
+"""What a server must know of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class ChatModel:
+    """A model, as a server speaks of it and to it."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    vocabulary: int
+    """Tokens from here on do not exist."""
+    stop_tokens: frozenset[int]
+    prompt_length: int
+    """Tokens of a prompt at most."""
+    response_length: int
+    """Tokens of an answer at most, and of one whose request does not say."""
+    max_length: int
+    """Tokens of both together at most."""
+    answers_to_any_name: bool = False
+    """Whether a request may name another model."""
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def description(self) -> dict[str, object]:
+        """As /v1/models shows it."""
+        return {
+            "id": self.name, "object": "model", "created": 0, "owned_by": "caldera",
+            "max_model_len": self.max_length,
+        }  # fmt: skip

@@ -1,0 +1,197 @@
+"""An HTTP server in a thread; the one place that imports starlette and uvicorn.
+
+What a client that goes away has asked for is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from caldera.errors import ConfigError, WorkerError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as StarletteRequest
+    from starlette.responses import Response
+    from starlette.types import Receive, Scope, Send
+
+MAX_REQUEST_BYTES = 32 * 2**20
+SECONDS_TO_START = 30.0
+SECONDS_TO_END = 5.0
+METHODS = ["GET", "POST", "DELETE"]
+CLIENT_IS_GONE = 499
+EVENTS = "text/event-stream"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    """With the query, if there is one."""
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """By their names in small letters."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A reply that is sent piece by piece. The generator is closed when the client goes away."""
+
+    pieces: AsyncGenerator[bytes, None]
+    content_type: str = EVENTS
+
+
+Handler = Callable[[Request], Awaitable[Reply | Stream]]
+
+
+def json_reply(content: Any, status: int = 200) -> Reply:
+    return Reply(status, json.dumps(content).encode())
+
+
+def error_content(status: int, message: str) -> dict[str, Any]:
+    """An error as clients of OpenAI's protocol read it."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def error_reply(status: int, message: str) -> Reply:
+    return json_reply(error_content(status, message), status)
+
+
+class HttpServer:
+    """Listens on a port of `host`, a free one unless named, and answers until it is closed."""
+
+    def __init__(self, handle: Handler, host: str, port: int = 0) -> None:
+        self._server = _make_server(handle)
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+        except (OSError, OverflowError) as error:
+            self._socket.close()
+            where = f"{host}, port {port}" if port else host
+            raise ConfigError(f"cannot listen on {where}: {error}") from error
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name=self.address, daemon=True
+        )
+        self._thread.start()
+        deadline = time.monotonic() + SECONDS_TO_START
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                raise WorkerError(f"the server on {self.address} did not start")
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Answer what has been asked, for some seconds, and end."""
+        self._server.should_exit = True
+        self._thread.join(2 * SECONDS_TO_END)
+        self._socket.close()
+
+
+def own_address(peer: str) -> str:
+    """The address of this machine by which it speaks with `peer`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))  # of UDP: nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def _make_server(handle: Handler) -> Any:
+    try:
+        import uvicorn
+        from starlette.applications import Starlette
+        from starlette.responses import Response
+        from starlette.routing import Route
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"a server needs {error.name}, which is not installed; install caldera[serve]"
+        ) from None
+
+    class Streaming(Response):
+        def __init__(self, stream: Stream) -> None:
+            super().__init__(media_type=stream.content_type)
+            del self.headers["content-length"]  # it is not known yet
+            self.headers["cache-control"] = "no-cache"
+            self._stream = stream
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_all() -> None:
+                async with aclosing(self._stream.pieces) as pieces:
+                    start = {"type": "http.response.start", "status": self.status_code}
+                    await send({**start, "headers": self.raw_headers})
+                    async for piece in pieces:
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    await send({"type": "http.response.body", "body": b""})
+
+            await _unless_gone(send_all(), receive)
+
+    async def answer(request: StarletteRequest) -> Response:
+        asked = await _read(request)
+        if asked is None:
+            reply: Reply | Stream | None = error_reply(
+                413, f"a request may have {MAX_REQUEST_BYTES} bytes"
+            )
+        else:
+            reply = await _unless_gone(_await(handle(asked)), request.receive)
+        if isinstance(reply, Stream):
+            return Streaming(reply)
+        if reply is None:
+            return Response(status_code=CLIENT_IS_GONE)
+        return Response(reply.body, reply.status, media_type=reply.content_type)
+
+    app = Starlette(routes=[Route("/{path:path}", answer, methods=METHODS)])
+    config = uvicorn.Config(
+        app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
+        timeout_graceful_shutdown=int(SECONDS_TO_END),
+    )  # fmt: skip
+    return uvicorn.Server(config)
+
+
+async def _read(request: StarletteRequest) -> Request | None:
+    """The request with its body; None if that is too large."""
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > MAX_REQUEST_BYTES:
+            return None
+    query = f"?{request.url.query}" if request.url.query else ""
+    path = request.url.path + query
+    return Request(request.method, path, b"".join(chunks), dict(request.headers))
+
+
+async def _await(awaitable: Awaitable[T]) -> T:
+    return await awaitable
+
+
+async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
+    """What the work returns; None if the client goes away first, and the work is cancelled."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.wait({working, watching})

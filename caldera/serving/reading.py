@@ -1,0 +1,264 @@
+"""What a request asks for, in the protocol of OpenAI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from caldera.errors import DataError
+from caldera.models.seeds import derive_seed
+from caldera.rollout import Request, SamplingParams
+from caldera.serving.chat_model import ChatModel
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+PATHS = (CHAT, TEXT)
+GREEDY_BELOW = 1e-6
+"""Logits that are divided by less leave the range of a float."""
+MOST_CHOICES = 128
+MOST_LOG_PROBS = 20
+MOST_STOPS = 16
+LONGEST_SESSION_NAME = 256
+RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+COMMON = {
+    *RANGES, "ignore_eos", "logprobs", "max_tokens", "model", "n", "return_token_ids", "seed",
+    "session_id", "stop", "stop_token_ids", "stream", "stream_options", "top_k", "user",
+}  # fmt: skip
+FIELDS = {
+    CHAT: COMMON | {
+        "chat_template_kwargs", "max_completion_tokens", "messages", "parallel_tool_calls",
+        "tool_choice", "tools", "top_logprobs",
+    },
+    TEXT: COMMON | {"prompt"},
+}  # fmt: skip
+TOOL_CHOICES = ("auto", "none")
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The prompts of a request, what is to be sampled for them, n answers each, in order, and
+    what the answer is to tell."""
+
+    path: str
+    prompts: list[list[int]]
+    samples: list[Request]
+    log_probs: bool
+    streams: bool
+    tells_usage: bool
+    """At the end of a stream."""
+    tells_tokens: bool
+    finds_tools: bool
+    """Whether calls of tools are looked for in the answers."""
+
+    @property
+    def comes_whole(self) -> bool:
+        """Whether an answer is told only once it has ended, even in a stream: calls of tools and
+        the tokens that were likely, too, are not known before."""
+        return self.finds_tools or any(sample.params.logprobs for sample in self.samples)
+
+
+def read_fields(path: str, body: bytes) -> Fields:
+    """The fields of a request, none of which is unknown; those that are null are left out."""
+    try:
+        request = json.loads(body)
+        json.dumps(request, ensure_ascii=False).encode()  # half a character is no text
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the request is not JSON: {error}") from error
+    if not isinstance(request, dict):
+        raise DataError("the request must be a JSON object")
+    fields = {name: value for name, value in request.items() if value is not None}
+    for name, value in fields.items():
+        if name not in FIELDS[path]:
+            raise DataError(f"{name}={value!r:.100}: takes {', '.join(sorted(FIELDS[path]))}")
+    return fields
+
+
+def session_of(fields: Fields, headers: Mapping[str, str]) -> str | None:
+    """The session that a request belongs to, by its body or its header."""
+    session = fields.get("session_id", headers.get("x-session-id"))
+    if session is None:
+        return None
+    if not isinstance(session, str) or not 1 <= len(session) <= LONGEST_SESSION_NAME:
+        raise DataError(
+            f"session_id={session!r:.100}: takes a text of up to {LONGEST_SESSION_NAME} characters"
+        )
+    return session
+
+
+def tools_of(fields: Fields) -> list[dict[str, Any]]:
+    """The tools that the model is told of."""
+    tools = fields.get("tools", [])
+    if not isinstance(tools, list) or not all(map(_is_tool, tools)):
+        raise DataError(
+            f"tools={tools!r:.100}: takes a list of "
+            "{'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
+        )
+    choice = fields.get("tool_choice", "auto")
+    if choice not in TOOL_CHOICES:
+        raise DataError(
+            f"tool_choice={choice!r:.100}: takes {', '.join(TOOL_CHOICES)}; no call can be forced"
+        )
+    if fields.get("parallel_tool_calls", True) is not True:
+        raise DataError(
+            f"parallel_tool_calls={fields['parallel_tool_calls']!r:.100}: takes true; the model "
+            "decides how many calls it writes"
+        )
+    return tools if choice == "auto" else []
+
+
+def read_request(
+    path: str,
+    fields: Fields,
+    prompts: list[list[int]],
+    model: ChatModel,
+    seed: int | None,
+    session: str | None,
+) -> Asked:
+    """What is to be sampled; raises DataError where that cannot be.
+
+    A request without a seed gets this one; where that is None its prompt is the seed.
+    """
+    wants_log_probs, ranks = _log_probs(path, fields)
+    choices = _whole(fields, "n", 1, 1, MOST_CHOICES)
+    samples = []
+    for number, tokens in enumerate(prompts):
+        params = _params(fields, tokens, model, ranks)
+        root = _whole(fields, "seed", derive_seed(0, *tokens) if seed is None else seed)
+        seeds = [derive_seed(root, number, choice) for choice in range(choices)]
+        samples += [Request(tokens, params, each, session) for each in seeds]
+    streams = _switch(fields, "stream")
+    return Asked(
+        path, prompts, samples, wants_log_probs, streams, _tells_usage(fields, streams),
+        _switch(fields, "return_token_ids"), bool(path == CHAT and tools_of(fields)),
+    )  # fmt: skip
+
+
+def text_prompts(fields: Fields, model: ChatModel) -> list[list[int]]:
+    """The prompts of a completion, which may be tokens already."""
+    given = fields.get("prompt")
+    is_one = isinstance(given, str) or (isinstance(given, list) and all(map(_is_whole, given)))
+    items = [given] if is_one else given
+    if not isinstance(items, list) or not given:
+        raise DataError("prompt must be a text, a list of texts, tokens or a list of such")
+    return [_tokens(item, model) for item in items]
+
+
+def _tokens(item: Any, model: ChatModel) -> list[int]:
+    if isinstance(item, str):
+        return list(model.tokenizer.encode(item))
+    if not isinstance(item, list) or not all(map(_is_whole, item)):
+        raise DataError("prompt must be a text, a list of texts, tokens or a list of such")
+    for token in item:
+        if not 0 <= token < model.vocabulary:
+            raise DataError(f"token {token}: the model knows 0 to {model.vocabulary - 1}")
+    return item
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _params(fields: Fields, tokens: Sequence[int], model: ChatModel, ranks: int) -> SamplingParams:
+    longest = min(model.prompt_length, model.max_length - 1)
+    if not 1 <= len(tokens) <= longest:
+        raise DataError(f"a prompt of {len(tokens)} tokens: takes from 1 to {longest}")
+    room = min(model.response_length, model.max_length - len(tokens))
+    name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
+    temperature = _number(fields, "temperature", 1.0)
+    return SamplingParams(
+        max_tokens=_whole(fields, name, room, 1, room),
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_k=_whole(fields, "top_k", -1, -1, model.vocabulary),
+        top_p=_number(fields, "top_p", 1.0),
+        min_p=_number(fields, "min_p", 0.0),
+        repetition_penalty=_number(fields, "repetition_penalty", 1.0),
+        presence_penalty=_number(fields, "presence_penalty", 0.0),
+        frequency_penalty=_number(fields, "frequency_penalty", 0.0),
+        stop_token_ids=model.stop_tokens | _stop_tokens(fields),
+        ignore_eos=_switch(fields, "ignore_eos"),
+        stop=_stops(fields),
+        logprobs=ranks,
+    )
+
+
+def _number(fields: Fields, name: str, default: float) -> float:
+    value = fields.get(name, default)
+    least, most = RANGES[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:
+        raise DataError(f"{name}={value!r:.100}: takes numbers from {least:g} to {most:g}")
+    return float(value)
+
+
+def _whole(fields: Fields, name: str, default: int, least: int | None = None, most: int = 0) -> int:
+    """A whole number, from `least` to `most` if there are limits."""
+    value = fields.get(name, default)
+    if not _is_whole(value) or (least is not None and not least <= value <= most):
+        limits = "" if least is None else f" from {least} to {most}"
+        raise DataError(f"{name}={value!r:.100}: takes whole numbers{limits}")
+    return int(value)
+
+
+def _switch(fields: Fields, name: str) -> bool:
+    value = fields.get(name, False)
+    if not isinstance(value, bool):
+        raise DataError(f"{name}={value!r:.100}: takes true or false")
+    return value
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    given = fields.get("stop", [])
+    stops = [given] if isinstance(given, str) else given
+    if (
+        not isinstance(stops, list)
+        or len(stops) > MOST_STOPS
+        or not all(isinstance(stop, str) and stop for stop in stops)
+    ):
+        raise DataError(f"stop={given!r:.100}: takes a text, or up to {MOST_STOPS} texts")
+    return tuple(stops)
+
+
+def _stop_tokens(fields: Fields) -> set[int]:
+    given = fields.get("stop_token_ids", [])
+    if not isinstance(given, list) or not all(map(_is_whole, given)):
+        raise DataError(f"stop_token_ids={given!r:.100}: takes a list of tokens")
+    return set(given)
+
+
+def _tells_usage(fields: Fields, streams: bool) -> bool:
+    given = fields.get("stream_options", {})
+    known = isinstance(given, dict) and set(given) <= {"include_usage"}
+    if not known or (given and not streams):
+        raise DataError(
+            f"stream_options={given!r:.100}: takes include_usage, in requests with stream=true"
+        )
+    return _switch(given, "include_usage")
+
+
+def _log_probs(path: str, fields: Fields) -> tuple[bool, int]:
+    """Whether log-probs are asked for, and of how many tokens beside each one."""
+    given = fields.get("logprobs", False)
+    if path == TEXT:
+        if given is False:
+            return False, 0
+        return True, _whole(fields, "logprobs", 0, 0, MOST_LOG_PROBS)
+    if not isinstance(given, bool):
+        raise DataError(f"logprobs={given!r:.100}: takes true or false; top_logprobs says how many")
+    if not given and fields.get("top_logprobs"):
+        raise DataError(f"top_logprobs={fields['top_logprobs']!r:.100}: needs logprobs=true")
+    return given, _whole(fields, "top_logprobs", 0, 0, MOST_LOG_PROBS)

@@ -1,0 +1,236 @@
+"""A language model behind HTTP: the protocol of OpenAI, over any sampler.
+
+    POST   /v1/chat/completions  {"messages": [...], ...} -> choices[i].message, usage
+    POST   /v1/completions       {"prompt": ..., ...}     -> choices[i].text, usage
+    GET    /v1/models            the one that there is
+    GET    /health               200; 503 while requests are turned away
+    GET    /metrics              for Prometheus
+    GET    /sessions             names of the sessions that are kept
+    GET    /sessions/NAME        what was sampled in a session; DELETE forgets it
+
+A request with `x-session-id` in its header, or `session_id` in its body, is recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from dataclasses import asdict, dataclass
+from urllib.parse import unquote
+
+import caldera.tools.formats  # noqa: F401 -- registers them
+from caldera.errors import CalderaError, DataError
+from caldera.models.seeds import derive_seed
+from caldera.rollout import AsyncSampler
+from caldera.serving.answering import Answer
+from caldera.serving.chat_model import ChatModel
+from caldera.serving.conversations import Chat, ChatPrompts, Sampled, read_chat
+from caldera.serving.http_server import (
+    HttpServer,
+    Reply,
+    Request,
+    Stream,
+    error_reply,
+    json_reply,
+)
+from caldera.serving.jobs import Job, Jobs, Unavailable, UnknownModel, chained, failure
+from caldera.serving.metrics import CONTENT_TYPE, ServerMetrics
+from caldera.serving.reading import (
+    CHAT,
+    PATHS,
+    Fields,
+    read_fields,
+    read_request,
+    session_of,
+    text_prompts,
+)
+from caldera.serving.recording import Recorder, Trajectory
+from caldera.tools.parsing import TOOL_PARSERS
+
+SECONDS_TO_FINISH = 30.0
+SECONDS_TO_REPORT = 5.0
+SESSIONS = "/sessions/"
+MODELS = "/v1/models"
+
+
+@dataclass(frozen=True)
+class Account:
+    """What became of the requests of a server."""
+
+    answered: int
+    refused: int
+    """Answered with an error: they asked for what cannot be, or came when none were taken."""
+    cancelled: int
+    """Given up by their clients."""
+    cut_off: int
+    """Ended by the server, which has told their clients."""
+    lost: int
+    """Still unanswered when the server ended."""
+
+
+class SessionServer:
+    """Serves a sampler that others may use, too, in a thread of its own.
+
+    Stop strings need the rollout's `decode`. Whoever closes the sampler closes this first.
+    """
+
+    def __init__(
+        self,
+        sampler: AsyncSampler,
+        model: ChatModel,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        seed: int | None = 0,
+        tool_format: str = "hermes",
+        recorder: Recorder | None = None,
+    ) -> None:
+        """`seed` is the root of the seeds of requests that bring none, each of which gets another
+        one; None: their prompt is the seed. Port 0 is a free one."""
+        self.recorder = recorder or Recorder()
+        self.metrics = ServerMetrics()
+        self._sampler = sampler
+        self._model = model
+        self._jobs = Jobs(sampler, model, self.recorder, self.metrics, lambda: self._away)
+        self._seed = seed
+        self._parser = TOOL_PARSERS[tool_format](model.tokenizer)
+        self._prompts = ChatPrompts(model.tokenizer)
+        self._numbers = itertools.count()
+        self._away: str | None = None
+        self._http = HttpServer(self._handle, host, port)
+        self.address = self._http.address
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}/v1"
+
+    @property
+    def cannot_append(self) -> str | None:
+        """Why every request of a chat is a trajectory of its own; None: it need not be."""
+        return self._prompts.cannot_append
+
+    def trajectories(self, session: str) -> list[Trajectory]:
+        """What was sampled in a session."""
+        return self.recorder.trajectories(session)
+
+    def turn_away(self, why: str) -> None:
+        """Answer new requests with status 503 from now on."""
+        self._away = why
+
+    def accept(self) -> None:
+        """Answer requests again."""
+        self._away = None
+
+    def close(self, seconds: float = SECONDS_TO_FINISH) -> Account:
+        """Take no more requests, finish those in flight or, after some time, tell their clients
+        that they are cut off; then end."""
+        self.turn_away("the server is shutting down")
+        self._wait_for_requests(seconds)
+        if self.metrics.running.total():
+            asyncio.run(self._sampler.abort())
+            self._wait_for_requests(SECONDS_TO_REPORT)
+        lost = self.metrics.running.total()
+        self._http.close()
+        return self._account(int(lost))
+
+    def _wait_for_requests(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.metrics.running.total() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _account(self, lost: int) -> Account:
+        metrics = self.metrics
+        answered = metrics.requests.of(status="200")
+        refused = metrics.requests.total() - answered - metrics.cut_off.total()
+        return Account(
+            int(answered), int(refused), int(metrics.cancelled.total()),
+            int(metrics.cut_off.total()), lost,
+        )  # fmt: skip
+
+    # ---- requests
+
+    async def _handle(self, request: Request) -> Reply | Stream:
+        path = unquote(request.path.partition("?")[0])
+        if path in PATHS and request.method == "POST":
+            return await self._answer(path, request)
+        reply = self._show(path) if request.method == "GET" else None
+        if request.method == "DELETE" and path.startswith(SESSIONS):
+            found = self.recorder.drop(path.removeprefix(SESSIONS))
+            reply = json_reply({"deleted": True}) if found else _no_session(path)
+        return reply or error_reply(404, f"{request.method} {path}: POST {' or '.join(PATHS)}")
+
+    def _show(self, path: str) -> Reply | None:
+        if path == "/health":
+            return json_reply({}) if self._away is None else error_reply(503, self._away)
+        if path == MODELS:
+            return json_reply({"object": "list", "data": [self._model.description()]})
+        if path == f"{MODELS}/{self._model.name}":
+            return json_reply(self._model.description())
+        if path == "/metrics":
+            self.metrics.sessions.set(len(self.recorder.sessions()))
+            self.metrics.forgotten.set(self.recorder.forgotten)
+            return Reply(200, self.metrics.text().encode(), CONTENT_TYPE)
+        if path == "/sessions":
+            return json_reply({"sessions": self.recorder.sessions()})
+        return self._show_session(path) if path.startswith(SESSIONS) else None
+
+    def _show_session(self, path: str) -> Reply:
+        name = path.removeprefix(SESSIONS)
+        turns = self.recorder.turns(name)
+        if turns is None:
+            return _no_session(path)
+        made = [asdict(each) for each in self.recorder.trajectories(name)]
+        requests = [asdict(turn) for turn in turns]
+        return json_reply({"session": name, "requests": requests, "trajectories": made})
+
+    async def _answer(self, path: str, request: Request) -> Reply | Stream:
+        try:
+            job = self._take_in(path, request)
+            if job.answer.asked.streams:
+                events = self._jobs.events(job)
+                return Stream(chained(await anext(events), events))
+            reply = json_reply(await self._jobs.whole(job))
+        except CalderaError as error:
+            status, message = failure(error)
+            reply = error_reply(status, message)
+        self.metrics.requests.add(path=path, status=str(reply.status))
+        return reply
+
+    def _take_in(self, path: str, request: Request) -> Job:
+        """What is asked for; raises if that cannot be answered."""
+        began = time.monotonic()
+        if self._away is not None:
+            raise Unavailable(self._away)
+        fields = read_fields(path, request.body)
+        self._check_name(fields)
+        session = session_of(fields, request.headers)
+        chat = read_chat(fields) if path == CHAT else None
+        number, sampled = next(self._numbers), Sampled()
+        if session is not None:
+            number, sampled = self.recorder.begin(session)
+        if chat is None:
+            prompts = text_prompts(fields, self._model)
+        else:
+            prompts = [self._chat_prompt(chat, sampled)]
+        seed = None if self._seed is None else derive_seed(self._seed, session or "", number)
+        asked = read_request(path, fields, prompts, self._model, seed, session)
+        self.metrics.read.add(sum(map(len, prompts)))
+        answer = Answer(asked, self._model, self._parser)
+        return Job(answer, began, session, number, chat, sampled)
+
+    def _check_name(self, fields: Fields) -> None:
+        name, model = fields.get("model"), self._model
+        if name not in (None, model.name) and not model.answers_to_any_name:
+            raise UnknownModel(f"model={name!r:.100}: takes {model.name!r}")
+
+    def _chat_prompt(self, chat: Chat, sampled: Sampled) -> list[int]:
+        if self._model.tokenizer.chat_template is None:
+            raise DataError(f"{self._model.name} has no chat template; takes POST {PATHS[1]}")
+        prompt, encoded_again = self._prompts.tokens(chat, sampled)
+        self.metrics.encoded_again.add(encoded_again)
+        return prompt
+
+
+def _no_session(path: str) -> Reply:
+    return error_reply(404, f"{path}: there is no such session")

@@ -1,0 +1,139 @@
+"""Serve a model until the process is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shlex
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from caldera.config import ModelConfig
+from caldera.config.serve import ServeConfig, resolve_serve, sampler_config
+from caldera.data import hf_tokenizer
+from caldera.errors import ConfigError
+from caldera.models.forward import base_module
+from caldera.models.loading import DTYPES, import_external, load_policy
+from caldera.rollout import ROLLOUTS, AsyncSampler
+from caldera.serving import ChatModel, Recorder, SessionServer
+from caldera.tools.parsing import TOOL_PARSERS
+from caldera.tracking.console import print_line
+from caldera.workers.building import stop_tokens
+from caldera.workers.sampler import MODEL_KEY, build_sampler
+
+logger = logging.getLogger(__name__)
+
+ENDS = (signal.SIGTERM, signal.SIGINT)
+
+
+def serve(config: ServeConfig) -> None:
+    """Answer requests until SIGTERM or Ctrl-C."""
+    with _told_to_end() as ended:
+        sampler, server = start(config)
+        _introduce(server, config)
+        ended.wait()
+        logger.info("shutting down: requests in flight are finished first")
+        account = server.close(config.server.shutdown_seconds)
+        asyncio.run(sampler.close())
+    logger.info(
+        "ended: %d requests answered, %d refused, %d given up by clients, %d cut off and told so, "
+        "%d lost", account.answered, account.refused, account.cancelled, account.cut_off,
+        account.lost,
+    )  # fmt: skip
+
+
+def start(config: ServeConfig) -> tuple[AsyncSampler, SessionServer]:
+    """The sampler and its server, which answers already."""
+    disable_progress_bar()  # of transformers
+    if chosen := resolve_serve(config, torch.cuda.device_count()):
+        logger.info("chosen for this machine: %s", ", ".join(chosen))
+    model = ModelConfig(
+        path=config.model.path, trust_remote_code=config.model.trust_remote_code,
+        external_lib=config.model.external_lib,
+    )  # fmt: skip
+    import_external(model, MODEL_KEY)
+    _check_names(config)
+    tokenizer = _tokenizer(config)
+    dtype = DTYPES[str(config.rollout.dtype)]
+    module = load_policy(model, dtype, config.rollout.seed, MODEL_KEY)
+    length = _longest(config, module)
+    device = torch.device(str(config.server.device))
+    rollout = build_sampler(sampler_config(config, length), module, device)
+    served = ChatModel(
+        name=config.server.served_model_name or str(config.model.path),
+        tokenizer=tokenizer,
+        vocabulary=base_module(module).config.vocab_size,
+        stop_tokens=frozenset(stop_tokens(module, tokenizer.eos_token_id)),
+        prompt_length=length - 1,
+        response_length=length - 1,
+        max_length=length,
+    )
+    rollout.decode = served.text
+    sampler = AsyncSampler(rollout)
+    return sampler, SessionServer(
+        sampler, served, config.server.host, config.server.port, seed=config.rollout.seed,
+        tool_format=config.server.tool_format, recorder=Recorder(config.server.max_sessions),
+    )  # fmt: skip
+
+
+def _check_names(config: ServeConfig) -> None:
+    for key, name, known in (
+        ("rollout.name", config.rollout.name, ROLLOUTS.names()),
+        ("server.tool_format", config.server.tool_format, TOOL_PARSERS.names()),
+    ):
+        if name not in known:
+            raise ConfigError(f"{key}={name!r}: takes one of {', '.join(known)}")
+
+
+def _tokenizer(config: ServeConfig) -> PreTrainedTokenizerBase:
+    keys = config.model
+    key = "model.tokenizer_path" if keys.tokenizer_path else "model.path"
+    path = str(keys.tokenizer_path or keys.path)
+    return hf_tokenizer(path, keys.trust_remote_code, keys.custom_chat_template, key)
+
+
+def _longest(config: ServeConfig, module: nn.Module) -> int:
+    """Tokens of prompt and answer together at most."""
+    asked = config.rollout.max_model_len
+    most = getattr(base_module(module).config, "max_position_embeddings", None)
+    if asked is not None and most is not None and asked > most:
+        raise ConfigError(f"rollout.max_model_len={asked}: the model was made for {most} tokens")
+    length = asked or most
+    if length is None:
+        raise ConfigError("rollout.max_model_len=null: the model names no limit; give one")
+    return int(length)
+
+
+def _introduce(server: SessionServer, config: ServeConfig) -> None:
+    """How to reach the server."""
+    if server.cannot_append is not None:
+        logger.warning(
+            "each turn of a session is a trajectory of its own: %s", server.cannot_append
+        )
+    name = config.server.served_model_name or config.model.path
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
+    print_line(f"{name} is served at {server.url}. Try:")
+    print_line(
+        f"curl {server.url}/chat/completions -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(body)}"
+    )
+
+
+@contextmanager
+def _told_to_end() -> Iterator[threading.Event]:
+    """Set by SIGTERM and Ctrl-C, which do nothing else meanwhile."""
+    told = threading.Event()
+    before = {end: signal.signal(end, lambda *_: told.set()) for end in ENDS}
+    try:
+        yield told
+    finally:
+        for end, handler in before.items():
+            signal.signal(end, handler)

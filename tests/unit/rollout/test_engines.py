@@ -1,0 +1,256 @@
+"""What stands between Caldera and an engine, with an engine of a few lines at the other end."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from caldera.config import RolloutConfig
+from caldera.errors import ConfigError, RolloutError, UnsupportedError
+from caldera.rollout import ROLLOUTS, Request, SamplingParams
+from caldera.rollout.engines.files import WeightFiles
+from caldera.rollout.engines.host.caldera_engine.base import Event
+from caldera.rollout.engines.host.caldera_engine.buckets import read_buckets
+from caldera.rollout.engines.host.caldera_engine.frames import Frames
+from caldera.rollout.engines.options import engine_arguments
+from caldera.rollout.engines.probe import Probe
+from caldera.rollout.engines.process import EngineProcess
+from caldera.rollout.engines.rollout import EngineRollout
+from caldera.rollout.engines.router import StickyRouter
+
+CPU = torch.device("cpu")
+
+
+class CountingEngine:
+    """Its next token is the last one plus the weights' version, with the log-prob 0."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, tuple[list[int], int]] = {}
+        self.version = 0
+        self.pushes: list[int] = []
+        self.told = [-1.0, -2.0]
+
+    def add(self, number: int, prompt_ids: list[int], params: dict[str, Any], seed: int) -> None:
+        self.requests[number] = (list(prompt_ids), params["max_tokens"])
+
+    def abort(self, number: int) -> None:
+        self.requests.pop(number, None)
+
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def step(self) -> list[Event]:
+        events = []
+        for number, (tokens, left) in list(self.requests.items()):
+            token = tokens[-1] + self.version
+            self.requests[number] = ([*tokens, token], left - 1)
+            reason = "length" if left == 1 else None
+            if reason:
+                del self.requests[number]
+            events.append(Event(number, [token], [0.0], self.version, reason))
+        return events
+
+    def load_weights(self, buckets: list[Any], version: int) -> None:
+        assert sum(1 for _ in read_buckets(buckets)) > 0
+        self.version = version
+        self.pushes.append(version)
+
+    def score(self, prompt_ids: list[int]) -> list[float]:
+        return self.told
+
+    def sleep(self) -> bool:
+        return True
+
+    def wake_up(self, part: str | None) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def engine() -> CountingEngine:
+    return CountingEngine()
+
+
+@pytest.fixture
+def rollout(engine: CountingEngine, llama: torch.nn.Module, config: Any) -> EngineRollout:
+    made = EngineRollout("vllm", config(name="vllm"), llama, CPU, [engine], torch.float32)
+    made.load_weights([("w", torch.ones(3))], 1)
+    return made
+
+
+def request(*prompt: int, tokens: int = 3, **params: Any) -> Request:
+    return Request(list(prompt), SamplingParams(tokens, **params), 0)
+
+
+def test_tokens_come_back(rollout: EngineRollout) -> None:
+    first, second = rollout.generate([request(5), request(7, 8, tokens=2)])
+    assert (first.token_ids, second.token_ids) == ([6, 7, 8], [9, 10])
+    assert first.weight_versions == ((1, 3),) and first.finish_reason == "length"
+    assert not rollout.has_work()
+
+
+def test_weights_go_over_once(rollout: EngineRollout, engine: CountingEngine) -> None:
+    rollout.generate([request(5)])
+    rollout.generate([request(5)])
+    assert engine.pushes == [1]
+
+
+def test_a_request_goes_on_with_new_weights(rollout: EngineRollout) -> None:
+    found: dict[int, Any] = {}
+    number = rollout.add(request(5, tokens=4), None, found.__setitem__)
+    with rollout.stepping():
+        rollout.step()
+    rollout.load_weights([("w", torch.ones(3))], 10)
+    with rollout.stepping():
+        while rollout.has_work():
+            rollout.step()
+    assert found[number].token_ids == [6, 16, 26, 36]
+    assert found[number].weight_versions == ((1, 1), (10, 3))
+
+
+def test_what_a_sleeper_forgets_is_brought_again(
+    rollout: EngineRollout, engine: CountingEngine
+) -> None:
+    rollout.generate([request(5)])
+    rollout.sleep()
+    with pytest.raises(RolloutError, match="sleeps"):
+        rollout.generate([request(5)])
+    rollout.wake_up()
+    rollout.generate([request(5)])
+    assert engine.pushes == [1, 1]
+
+
+def test_a_probe_must_agree(rollout: EngineRollout, engine: CountingEngine) -> None:
+    rollout.expect(Probe([1, 2, 3], [-1.0, -2.001]))
+    rollout.generate([request(5)])
+    rollout.load_weights([("w", torch.ones(3))], 2)
+    rollout.expect(Probe([1, 2, 3], [-1.0, -2.5]))
+    with pytest.raises(RolloutError, match=r"differ by 0\.25 on average.*No sample was drawn"):
+        rollout.generate([request(5)])
+    assert not engine.requests and not rollout.has_work()
+
+
+def test_nan_agrees_with_nothing() -> None:
+    with pytest.raises(RolloutError, match="nan"):
+        Probe([1, 2], [-1.0]).check([float("nan")], torch.float32, "vllm")
+
+
+def test_stop_strings_end_a_request_here(rollout: EngineRollout, engine: CountingEngine) -> None:
+    rollout.decode = lambda tokens: "".join(f"<{token}>" for token in tokens)
+    found = rollout.generate([request(5, tokens=9, stop=("<7>",))])[0]
+    assert (found.token_ids, found.finish_reason) == ([6, 7], "stop")
+    assert not engine.requests
+
+
+def test_an_aborted_request_has_what_there_was(rollout: EngineRollout) -> None:
+    number = rollout.add(request(5, tokens=9))
+    with rollout.stepping():
+        rollout.step()
+    found = rollout.abort(number)
+    assert found is not None and (found.token_ids, found.finish_reason) == ([6], "abort")
+    assert rollout.abort(number) is None and not rollout.has_work()
+
+
+# ---- weights
+
+
+def test_buckets_hold_every_weight(tmp_path: Path) -> None:
+    weights = {f"w{n}": torch.randn(n + 1, 7) for n in range(9)}
+    files = WeightFiles(torch.bfloat16, bucket_bytes=200, root=tmp_path)
+    files.write(weights.items())
+    assert files.buckets is not None and len(files.buckets) > 3
+    found = dict(read_buckets(files.buckets))
+    assert list(found) == list(weights)
+    assert all(torch.equal(found[name], weights[name].bfloat16()) for name in weights)
+    files.write([("w", torch.zeros(2))])
+    assert len(list(tmp_path.glob("*/*"))) == 1
+    files.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bucket_that_was_changed_is_found_out(tmp_path: Path) -> None:
+    files = WeightFiles(torch.float32, bucket_bytes=1000, root=tmp_path)
+    files.write([("w", torch.ones(100))])
+    assert files.buckets is not None
+    path = Path(files.buckets[0]["path"])
+    path.write_bytes(b"\1" + path.read_bytes()[1:])
+    with pytest.raises(ValueError, match="checksum"):
+        list(read_buckets(files.buckets))
+
+
+# ---- routing
+
+
+def test_requests_go_where_there_are_fewest() -> None:
+    router = StickyRouter(3)
+    assert [router.choose() for _ in range(4)] == [0, 1, 2, 0]
+    router.release(1)
+    assert router.choose() == 1
+    assert router.in_flight == [2, 1, 1]
+
+
+def test_a_session_stays_where_it_is() -> None:
+    router = StickyRouter(2)
+    assert [router.choose("a"), router.choose("b"), router.choose("a")] == [0, 1, 0]
+    assert router.choose("a") == 0 and router.in_flight == [3, 1]
+
+
+def test_old_sessions_are_forgotten() -> None:
+    router = StickyRouter(2, remembered=1)
+    assert (router.choose("a"), router.choose("b")) == (0, 1)
+    router.choose("c")
+    router.release(0)
+    router.release(0)
+    assert router.choose("b") == 0
+
+
+# ---- processes
+
+
+def test_messages_arrive_whole() -> None:
+    ours, theirs = map(Frames, socket.socketpair())
+    messages = [{"n": n, "text": "x" * 70_000} for n in range(3)]
+    for message in messages[:2]:
+        ours.send(message)
+        assert theirs.receive() == message
+    ours.close()
+    with pytest.raises(ConnectionError):
+        theirs.receive()
+    theirs.close()
+
+
+def test_a_python_that_is_not_there() -> None:
+    with pytest.raises(RolloutError, match=r"engine_python='/nowhere/python'.*cannot be run"):
+        EngineProcess("/nowhere/python", "vllm", {}, {})
+
+
+def test_an_engine_that_does_not_start_says_why() -> None:
+    with pytest.raises(RolloutError, match=r"does not start.*No module named"):
+        EngineProcess(sys.executable, "vllm", {}, {})
+
+
+def test_without_the_engine_it_is_said_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, llama: torch.nn.Module, config: Callable[..., RolloutConfig]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name in ("vllm", "sglang"):
+        with pytest.raises(UnsupportedError, match=rf"name='{name}'.*engine_python=/path"):
+            ROLLOUTS[name](config(name=name), llama, CPU)
+
+
+def test_arguments_of_the_engine_win(config: Callable[..., RolloutConfig]) -> None:
+    given = config(dtype="float32", engine_kwargs={"vllm": {"block_size": 64, "seed": None}})
+    arguments = engine_arguments("vllm", given, "/m", CPU)
+    assert (arguments["block_size"], arguments["seed"]) == (64, 42)
+    assert (arguments["max_model_len"], arguments["tensor_parallel_size"]) == (128, 1)
+    fixed = config(engine_kwargs={"sglang": {"load_format": "auto"}})
+    with pytest.raises(ConfigError, match=r"engine_kwargs\.sglang\.load_format='auto'"):
+        engine_arguments("sglang", fixed, "/m", CPU)

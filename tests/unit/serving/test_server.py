@@ -1,0 +1,305 @@
+"""The protocol of OpenAI, asked by plain HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from caldera.rollout import HFRollout
+from caldera.serving import Recorder
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+ASKED = [{"role": "user", "content": "Why?"}]
+SHORT = {"max_tokens": 24, "ignore_eos": True}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+Serve = Callable[..., Any]
+
+
+def events(served: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chunks of a stream, which must end as it should."""
+    reply = served.ask(path, {**body, "stream": True})
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in reply.text.split("\n\n") if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_a_stream_says_what_a_whole_answer_says(served: Any) -> None:
+    asked = {"messages": ASKED, "seed": 3, "n": 3, "logprobs": True, "return_token_ids": True}
+    whole = served.chat(**asked, **SHORT)
+    chunks = events(served, CHAT, asked | SHORT | {"stream_options": {"include_usage": True}})
+    *pieces, last = chunks
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    assert all(piece["usage"] is None for piece in pieces)
+    assert pieces[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    for choice in whole["choices"]:
+        mine = [c for piece in pieces for c in piece["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["delta"].get("content", "") for c in mine) == choice["message"]["content"]
+        assert [t for c in mine for t in c.get("token_ids", [])] == choice["token_ids"]
+        said = [t for c in mine if c["logprobs"] for t in c["logprobs"]["content"]]
+        assert said == choice["logprobs"]["content"]
+        assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + ["length"]
+        assert len(mine) > 10, "it comes in pieces"
+    assert whole["usage"]["completion_tokens"] == 72
+
+
+def test_text_completions_stream_too(served: Any) -> None:
+    asked = {"prompt": [[5, 6, 7], [8, 9]], "seed": 1, "logprobs": 0, "return_token_ids": True}
+    whole = served.ask(TEXT, asked | SHORT).json()
+    chunks = [
+        choice for chunk in events(served, TEXT, asked | SHORT) for choice in chunk["choices"]
+    ]
+    for choice in whole["choices"]:
+        mine = [c for c in chunks if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in mine) == choice["text"]
+        log_probs = [p for c in mine if c["logprobs"] for p in c["logprobs"]["token_logprobs"]]
+        assert log_probs == choice["logprobs"]["token_logprobs"]
+    assert [c["prompt_token_ids"] for c in whole["choices"]] == [[5, 6, 7], [8, 9]]
+
+
+def test_a_stream_never_shows_a_stop_string(served: Any) -> None:
+    whole = served.chat(ASKED, seed=4, **SHORT)["choices"][0]["message"]["content"]
+    readable = [part for part in whole.split("\ufffd") if len(part) > 3]
+    stop = max(readable, key=len)[1:4]
+    asked = {"messages": ASKED, "seed": 4, "stop": [stop], **SHORT}
+    chunks = events(served, CHAT, asked)
+    told = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
+    assert told == whole[: whole.index(stop)]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_what_a_sampler_refuses_has_a_status(served: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(served.rollout, "decode", None)  # so that it cannot look for strings
+    for streams in (False, True):
+        body = {"messages": ASKED, "stop": "x", "stream": streams}
+        reply = served.ask(CHAT, body)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
+    assert served.metric("requests_running") == 0
+
+
+def test_a_sampler_of_whole_batches(serve: Serve) -> None:
+    served, native = serve(kind=HFRollout), serve()
+    greedy = {"messages": ASKED, "temperature": 0, **SHORT}
+    expected = native.chat(**greedy)["choices"][0]["message"]["content"]
+    assert served.chat(**greedy)["choices"][0]["message"]["content"] == expected
+    chunks = events(served, CHAT, greedy)
+    told = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert told == expected
+    # what it has no means for is the mistake of that request alone
+    reply = served.ask(CHAT, {"messages": ASKED, "presence_penalty": 1})
+    assert reply.status_code == 400
+    assert "presence_penalty=1.0 needs rollout.name=native" in reply.json()["error"]["message"]
+    assert served.chat(**greedy)["choices"][0]["message"]["content"] == expected
+
+
+def test_what_is_likely_comes_whole(served: Any) -> None:
+    asked = {"messages": ASKED, "seed": 3, "logprobs": True, "top_logprobs": 2} | SHORT
+    _, only, last = events(served, CHAT, asked)
+    content = only["choices"][0]["logprobs"]["content"]
+    assert [len(token["top_logprobs"]) for token in content] == [2] * 24
+    assert last["choices"][0]["finish_reason"] == "length"
+
+
+def test_parameters_reach_the_sampler(served: Any) -> None:
+    greedy = served.chat(ASKED, temperature=0, **SHORT)["choices"][0]["message"]
+    for same in ({"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}):
+        assert served.chat(ASKED, **same, **SHORT)["choices"][0]["message"] == greedy
+    for other in ({"repetition_penalty": 5.0}, {"presence_penalty": 2.0}):
+        assert (
+            served.chat(ASKED, temperature=0, **other, **SHORT)["choices"][0]["message"] != greedy
+        )
+    told = served.chat(ASKED, temperature=0, return_token_ids=True, **SHORT)["choices"][0]
+    third = told["token_ids"][2]
+    ended = served.chat(
+        ASKED, temperature=0, return_token_ids=True, stop_token_ids=[third], max_tokens=24
+    )["choices"][0]
+    assert ended["token_ids"] == told["token_ids"][: told["token_ids"].index(third) + 1]
+    assert ended["finish_reason"] == "stop"
+
+
+def test_requests_without_a_seed_differ(serve: Serve) -> None:
+    served = serve(seed=7)
+    first, second = (served.chat(ASKED, **SHORT)["choices"][0]["message"] for _ in range(2))
+    assert first != second
+    in_session = [served.chat(ASKED, session_id="a", **SHORT)["choices"][0] for _ in range(2)]
+    again = serve(seed=7)
+    same = [again.chat(ASKED, session_id="a", **SHORT)["choices"][0] for _ in range(2)]
+    assert in_session == same
+    assert same[0] != same[1]
+
+
+def test_tools_go_in_and_calls_come_out(scripted: Serve) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    broken = '<tool_call>{"name": </tool_call>'
+    texts = [f"Let me see.\n{call}{call}", broken, call, call, "plain"]
+    served = scripted(texts)
+    tools = {"tools": [TOOL], "return_token_ids": True}
+    answer = served.chat(ASKED, **tools)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Let me see."
+    first, second = choice["message"]["tool_calls"]
+    assert first["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert first["id"] != second["id"]
+    prompt = served.tokenizer.decode(answer["prompt_token_ids"])
+    assert '"description": "Adds."' in prompt
+    # a call that cannot be read is shown as it is
+    (choice,) = served.chat(ASKED, **tools)["choices"]
+    assert choice["message"] == {"role": "assistant", "content": broken}
+    assert choice["finish_reason"] == "stop"
+    assert served.metric("malformed_tool_calls_total") == 1
+    # without tools nothing is looked for, and none are told of
+    for without in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        answer = served.chat(ASKED, return_token_ids=True, **without)
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": call}
+        assert "Adds." not in served.tokenizer.decode(answer["prompt_token_ids"])
+    chunks = events(served, CHAT, {"messages": ASKED, "tools": [TOOL]})
+    assert [c["choices"][0]["delta"].get("content") for c in chunks] == ["", "plain", None]
+
+
+def test_calls_of_tools_in_a_stream(scripted: Serve) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    served = scripted([call + call])
+    _, said, last = events(served, CHAT, {"messages": ASKED, "tools": [TOOL]})
+    calls = said["choices"][0]["delta"]["tool_calls"]
+    assert [call["index"] for call in calls] == [0, 1]
+    assert last["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "problem"),
+    [
+        (CHAT, b"{", 400, "not JSON"),
+        (CHAT, b"", 400, "not JSON"),
+        (CHAT, b"\xff\xfe", 400, "not JSON"),
+        (CHAT, b"[]", 400, "JSON object"),
+        (CHAT, {"messages": []}, 400, "messages must be a list"),
+        (CHAT, {"messages": [{"role": "user", "content": "z" * 3000}]}, 400, "takes from 1 to 767"),
+        (TEXT, {"prompt": [5] * 900}, 400, "a prompt of 900 tokens: takes from 1 to 767"),
+        (TEXT, {"prompt": [5] * 756, "max_tokens": 13}, 400, "max_tokens=13: takes whole numbers"),
+        (CHAT, {"messages": ASKED, "model": "other"}, 404, "model='other': takes 'tiny'"),
+        (CHAT, {"messages": ASKED, "best_of": 2}, 400, "best_of=2: takes chat_template_kwargs, "),
+        (CHAT, {"messages": ASKED, "session_id": ""}, 400, "session_id=''"),
+        (CHAT, {"messages": ASKED, "tool_choice": "required"}, 400, "no call can be forced"),
+        (CHAT, {"messages": ASKED, "parallel_tool_calls": False}, 400, "takes true"),
+        (CHAT, {"messages": ASKED, "stream_options": {"x": 1}}, 400, "takes include_usage"),
+        (CHAT, {"messages": ASKED, "chat_template_kwargs": {"tokenize": 1}}, 400, "tokenize"),
+        (CHAT, {"messages": ASKED, "stop_token_ids": 3}, 400, "takes a list of tokens"),
+        (CHAT, {"messages": ASKED, "top_k": 0.5}, 400, "top_k=0.5: takes whole numbers"),
+        (
+            CHAT,
+            {"messages": [*ASKED, {"role": "assistant", "tool_calls": [{"function": 1}]}]},
+            400,
+            "has no function with a name",
+        ),
+    ],
+)
+def test_errors_have_the_shape_of_openai(
+    served: Any, path: str, body: Any, status: int, problem: str
+) -> None:
+    for streams in (False, True):
+        asked = body | {"stream": True} if streams and isinstance(body, dict) else body
+        reply = served.ask(path, asked)
+        error = reply.json()["error"]
+        assert reply.status_code == status
+        assert problem in error["message"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", None)
+        assert error["code"] == status
+
+
+def test_health_models_and_metrics(serve: Serve) -> None:
+    served = serve()
+    assert served.ask("/health").status_code == 200
+    assert [model["id"] for model in served.ask("/v1/models").json()["data"]] == ["tiny"]
+    assert served.ask("/v1/models/tiny").json()["id"] == "tiny"
+    assert served.ask("/v1/models/other").status_code == 404
+    assert served.ask("/nowhere").status_code == 404
+    served.chat(ASKED, **SHORT)
+    served.ask(CHAT, b"{")
+    text = served.ask("/metrics").text
+    assert 'caldera_requests_total{path="/v1/chat/completions",status="200"} 1' in text
+    assert 'caldera_requests_total{path="/v1/chat/completions",status="400"} 1' in text
+    assert 'caldera_request_seconds_bucket{le="+Inf"} 1' in text
+    assert served.metric("generated_tokens_total") == 24
+    assert served.metric("requests_running") == 0
+    served.server.turn_away("it is late")
+    assert served.ask("/health").status_code == 503
+    assert served.ask(CHAT, {"messages": ASKED}).json()["error"]["message"] == "it is late"
+    served.server.accept()
+    assert served.ask("/health").status_code == 200
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_goes_away_frees_the_sampler(serve: Serve, streams: bool) -> None:
+    served = serve()
+    asked = {"messages": ASKED, "max_tokens": 400, "ignore_eos": True, "stream": streams, "n": 4}
+    url = f"http://{served.server.address}{CHAT}"
+    if streams:
+        with httpx2.stream("POST", url, json=asked) as reply:
+            next(reply.iter_bytes())
+    else:
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.post(url, json=asked, timeout=0.3)
+    wait_until(lambda: served.metric("requests_cancelled_total") == 1)
+    wait_until(lambda: not served.rollout.has_work())
+    assert served.metric("requests_running") == 0
+    assert served.metric("generated_tokens_total") == 0
+
+
+def test_closing_finishes_or_tells(serve: Serve) -> None:
+    served = serve()
+    answers: list[httpx2.Response] = []
+
+    def ask(**fields: Any) -> threading.Thread:
+        body = {"messages": ASKED, "ignore_eos": True, **fields}
+        thread = threading.Thread(target=lambda: answers.append(served.ask(CHAT, body)))
+        thread.start()
+        return thread
+
+    asking = [ask(max_tokens=600, n=8, stream=True), ask(max_tokens=600, n=8)]
+    wait_until(lambda: served.server.metrics.running.total() == 2)
+    asking.append(ask(max_tokens=1))
+    wait_until(lambda: served.server.metrics.requests.total() == 1)
+    account = served.server.close(seconds=0)
+    for thread in asking:
+        thread.join()
+    assert (account.answered, account.cut_off, account.cancelled, account.lost) == (1, 2, 0, 0)
+    told = sorted(reply.status_code for reply in answers if "data:" not in reply.text)
+    assert told in ([200, 503], [200, 503, 503])  # the stream may not have begun
+    assert sum("the server is shutting down" in reply.text for reply in answers) == 2
+    assert not any("[DONE]" in reply.text for reply in answers)
+
+
+def test_sessions_are_shown_and_forgotten(serve: Serve) -> None:
+    served = serve(recorder=Recorder(most_sessions=2))
+    for name in ("a/b", "b", "c"):
+        served.chat(ASKED, session_id=name, **SHORT)
+    served.ask(CHAT, {"messages": ASKED, **SHORT}, **{"x-session-id": "b"})
+    assert served.ask("/sessions").json() == {"sessions": ["c", "b"]}
+    assert served.metric("sessions_forgotten_total") == 1
+    shown = served.ask("/sessions/b").json()
+    assert [turn["request"] for turn in shown["requests"]] == [1, 2]
+    assert [len(each["response_ids"]) for each in shown["trajectories"]] == [24, 24]
+    assert served.ask("/sessions/b", method="DELETE").status_code == 200
+    assert served.ask("/sessions/b").status_code == 404
+    assert served.ask("/sessions/b", method="DELETE").status_code == 404
+
+
+def wait_until(happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
