@@ -7,6 +7,8 @@ PYTHON ?=
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check \
 	--constraint constraints.txt
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+# Two files of tests at a time, each on one thread.
+PYTEST_TWICE := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 # The suites share two cores and one environment: never run them side by side.
@@ -29,10 +31,10 @@ test: lint unit integration e2e ## Lint and all tests but those of extras (about
 check: lint unit ## The quick checks, before every commit
 
 unit: $(VENV)/.stamp-dev ## Unit tests
-	$(PYTEST) tests/unit --timeout=60
+	$(PYTEST_TWICE) tests/unit --timeout=60
 
 integration: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 ## Tests of several parts together, with real weights
-	$(PYTEST) tests/integration --timeout=300
+	$(PYTEST_TWICE) tests/integration --timeout=300
 
 e2e: $(VENV)/.stamp-dev ## Whole runs from the command line
 	$(PYTEST) tests/e2e --timeout=600
@@ -44,7 +46,7 @@ megatron: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-megatron ## Tests
 	RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 $(PYTEST) tests/megatron --timeout=600
 
 tracking: $(VENV)/.stamp-dev $(VENV)/.stamp-tracking ## Tests of loggers with their real libraries
-	$(PYTEST) tests/integration/test_tracking_backends.py --timeout=120
+	$(PYTEST) tests/integration/test_tracking_backends.py tests/integration/test_trace_backends.py --timeout=120
 
 vllm: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 .venv-vllm/.stamp ## Tests of rollout.name=vllm on this CPU
 	CALDERA_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(PYTEST) tests/vllm --timeout=300

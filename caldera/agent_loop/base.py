@@ -17,6 +17,7 @@ from caldera.registry import Registry
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from caldera.agent_loop.sessions import Session
     from caldera.config import DataConfig, PPOTrainerConfig
     from caldera.interactions.base import BaseInteraction
     from caldera.tools.parsing import ToolParser
@@ -57,6 +58,10 @@ class ServerManager(Protocol):
         Those take what `SamplingParams` takes. Where nothing more fits into the model, the answer
         is empty, with the stop reason "length".
         """
+        ...
+
+    def begin_session(self) -> Session:
+        """A session over HTTP, in OpenAI's protocol, whose seeds follow from the row's."""
         ...
 
 
@@ -162,6 +167,15 @@ class AgentLoopBase(ABC):
         self.dataset_cls = dataset_cls
         self.dataset_config = dataset_config
         self.loop = asyncio.get_running_loop()
+
+    @classmethod  # noqa: B027 -- most take anything
+    def check_options(cls, options: Mapping[str, Any], where: str) -> None:
+        """Raise a ConfigError if the loop's entry in `agent_loop_config_path`, at `where`, cannot
+        be honoured; called when the file is read."""
+
+    @classmethod  # noqa: B027 -- most need nothing
+    def check_run(cls, config: PPOTrainerConfig) -> None:
+        """Raise a ConfigError if the loop lacks something; called once, when a run starts."""
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:

@@ -65,4 +65,5 @@ def _read(entry: Any, where: str) -> tuple[str, MakeLoop]:
     extras = {str(key): value for key, value in entry.items() if key not in ("name", "_target_")}
     key = f"{where}._target_"
     kind = load_class(entry["_target_"], AgentLoopBase, key)  # type: ignore[type-abstract]
+    kind.check_options(extras, where)
     return entry["name"], partial(kind, **extras)

@@ -19,11 +19,13 @@ from caldera.agent_loop.base import (
 from caldera.agent_loop.loading import find_loop, read_loops
 from caldera.agent_loop.output import TrajectoryFacts, batch_of, facts_of, fitted
 from caldera.agent_loop.sampling import TrajectorySampler
+from caldera.agent_loop.sessions import BatchServer
 from caldera.agent_loop.timeline import GENERATE, TOOL, Timeline
 from caldera.errors import ConfigError
 from caldera.protocol import DataProto
 from caldera.rollout import AsyncSampler, Completion, Rollout, SamplingParams
 from caldera.rollout.base import OnFinished
+from caldera.serving import ChatModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,9 +50,10 @@ class AgentLoops:
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._setting = RunConfig(config, equip(config, tokenizer))
         agent = config.actor_rollout_ref.rollout.agent
+        # First: a module of loops may register a parser of tool calls.
         self._own: dict[str, MakeLoop] = read_loops(agent.agent_loop_config_path)
+        self._setting = RunConfig(config, equip(config, tokenizer))
 
     def __call__(
         self,
@@ -77,14 +80,15 @@ class AgentLoops:
         on_finished: OnFinished | None,
     ) -> list[Ended]:  # fmt: skip
         zero = time.perf_counter()
+        is_traced = self._config.actor_rollout_ref.rollout.trace.backend is not None
         most = self._config.actor_rollout_ref.rollout.agent.max_concurrent or len(rows)
         places = asyncio.Semaphore(most)
 
         async def one(place: int) -> Ended:
             async with places:
-                timeline = Timeline(zero)
+                timeline = Timeline(zero, is_detailed=is_traced)
                 turns = TrajectorySampler(
-                    sampler, params, seeds[place], self._max_model_len, timeline
+                    sampler, params, seeds[place], self._max_model_len, timeline, server
                 )
                 output, facts = await self._run_one(rows[place], turns, params)
             if on_finished is not None and output.reward_score is None:
@@ -92,6 +96,8 @@ class AgentLoops:
             return output, facts
 
         async with AsyncSampler(rollout) as sampler:
+            tool_format = self._config.actor_rollout_ref.rollout.multi_turn.format
+            server = BatchServer(sampler, self._chat_model(params), tool_format)
             tasks = [asyncio.create_task(one(place)) for place in range(len(rows))]
             try:
                 return list(await asyncio.gather(*tasks))
@@ -99,6 +105,7 @@ class AgentLoops:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                await server.close()
 
     async def _run_one(self, row: Row, turns: TrajectorySampler, params: SamplingParams) -> Ended:
         rollout = self._config.actor_rollout_ref.rollout
@@ -137,6 +144,16 @@ class AgentLoops:
     def _max_model_len(self) -> int:
         config = self._config.actor_rollout_ref.rollout
         return config.max_model_len or config.prompt_length + config.response_length
+
+    def _chat_model(self, params: SamplingParams) -> ChatModel:
+        """The policy as agents know it that reach it over HTTP."""
+        return ChatModel(
+            name="policy", tokenizer=self._tokenizer, vocabulary=len(self._tokenizer),
+            stop_tokens=params.stop_token_ids, prompt_length=self._max_model_len - 1,
+            response_length=params.max_tokens, max_length=self._max_model_len,
+            answers_to_any_name=True, sampling=params,
+            template_kwargs=self._config.data.apply_chat_template_kwargs,
+        )  # fmt: skip
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids)))

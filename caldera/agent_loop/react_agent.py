@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from langgraph.graph.state import CompiledStateGraph
 
     from caldera.agent_loop.react_graph import RolloutChatModel
+    from caldera.config import PPOTrainerConfig
 
 __all__ = ["ReactAgentLoop", "TrajectoryOver"]
 
@@ -36,6 +37,17 @@ class ReactAgentLoop(ToolAgentLoop):
 
     takes_interactions: ClassVar[bool] = False
 
+    @classmethod
+    def check_run(cls, config: PPOTrainerConfig) -> None:
+        try:
+            import caldera.agent_loop.react_graph  # noqa: F401 -- is it there?
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "the agent loop react_agent (agent_name of a row, or "
+                "actor_rollout_ref.rollout.agent.default_agent_loop) needs the libraries langgraph "
+                f"and langchain-core: pip install 'caldera[langgraph]' ({error})"
+            ) from error
+
     def build_graph(self, model: RolloutChatModel) -> CompiledStateGraph[Any, Any, Any, Any]:
         """A graph whose state has `messages`, to which it appends."""
         from caldera.agent_loop.react_graph import react_graph
@@ -43,13 +55,9 @@ class ReactAgentLoop(ToolAgentLoop):
         return react_graph(model, self)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        try:
-            from caldera.agent_loop.react_graph import RolloutChatModel, invoke
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "the agent loop react_agent needs the libraries langgraph and langchain-core: "
-                "pip install 'caldera[langgraph]'"
-            ) from error
+        self.check_run(self.config)  # once more: only a data set of our own is asked at the start
+        from caldera.agent_loop.react_graph import RolloutChatModel, invoke
+
         self.trajectory = self._begin(row)
         self._sampling_params = sampling_params
         with suppress(TrajectoryOver):  # what there is of it is the trajectory
@@ -105,7 +113,7 @@ class ReactAgentLoop(ToolAgentLoop):
             raise TrajectoryOver
         if not finds_calls:
             return ParsedCalls(message["content"])
-        return self.equipment.parser.parse(answer.token_ids)
+        return await self.equipment.parser.read(answer.token_ids)
 
     async def call_tools(self, found: ParsedCalls) -> list[ToolOutcome]:
         """The outcomes of calls, and of what could not be read as one."""

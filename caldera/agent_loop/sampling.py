@@ -7,7 +7,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from caldera.agent_loop.base import TokenOutput
-from caldera.agent_loop.timeline import GENERATE, Timeline
+from caldera.agent_loop.sessions import BatchServer, Session
+from caldera.agent_loop.timeline import DETAIL, GENERATE, Timeline
 from caldera.errors import RolloutError, UnsupportedError
 from caldera.models.seeds import derive_seed
 from caldera.rollout import AsyncSampler, Request, SamplingParams
@@ -35,6 +36,7 @@ class TrajectorySampler:
         seed: int,
         max_model_len: int,
         timeline: Timeline,
+        server: BatchServer,
     ) -> None:
         """`params` hold what loops do not say; `max_tokens` of them is the most of any turn."""
         self._sampler = sampler
@@ -42,6 +44,7 @@ class TrajectorySampler:
         self._seed = seed
         self._max_model_len = max_model_len
         self._timeline = timeline
+        self._server = server
         self._turns = 0
 
     @property
@@ -69,9 +72,20 @@ class TrajectorySampler:
         with self._timeline.event(GENERATE, turn=turn) as event:
             sampled = await self._sampler.generate(request)
             event["tokens"] = len(sampled.token_ids)
+            if self._timeline.is_detailed:
+                event[DETAIL] = {
+                    "prompt_ids": request.prompt_ids,
+                    "token_ids": sampled.token_ids,
+                    "log_probs": sampled.log_probs,
+                    "weight_version": sampled.weight_version,
+                }
         return TokenOutput(
             sampled.token_ids, sampled.log_probs, sampled.finish_reason, sampled.weight_version
         )
+
+    def begin_session(self) -> Session:
+        """See `ServerManager`."""
+        return self._server.begin(self._seed)
 
     def _params_of(self, given: Mapping[str, Any]) -> SamplingParams:
         changes: dict[str, Any] = {}

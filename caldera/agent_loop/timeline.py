@@ -7,18 +7,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["GENERATE", "TOOL", "Timeline"]
+__all__ = ["AGENT", "DETAIL", "GENERATE", "TOOL", "USER", "Timeline"]
 
-GENERATE, TOOL, USER = "generate", "tool", "user"
-"""Kinds of events: a turn is sampled, a tool is called, an interaction answers."""
+GENERATE, TOOL, USER, AGENT = "generate", "tool", "user", "agent"
+"""Kinds of events: a turn is sampled, a tool is called, an interaction answers, an agent of which
+nothing else is known runs."""
+DETAIL = "detail"
+"""Key of what traces alone show of an event, such as its tokens."""
 
 
 class Timeline:
     """The events of one trajectory, in the order in which they ended."""
 
-    def __init__(self, zero: float) -> None:
-        """`zero` is the moment, of `time.perf_counter`, from which seconds are counted."""
+    def __init__(self, zero: float, is_detailed: bool = False) -> None:
+        """`zero` is the moment, of `time.perf_counter`, from which seconds are counted. Whoever
+        writes events adds `DETAIL` to them if they are to be detailed."""
         self._zero = zero
+        self.is_detailed = is_detailed
         self.events: list[dict[str, Any]] = []
 
     @contextmanager

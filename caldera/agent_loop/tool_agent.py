@@ -10,7 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from caldera.agent_loop.base import AgentLoopBase, AgentLoopOutput, register
-from caldera.agent_loop.timeline import TOOL, USER
+from caldera.agent_loop.timeline import DETAIL, TOOL, USER
 from caldera.data.chat import Message
 from caldera.data.padding import truncate
 from caldera.errors import DataError
@@ -133,7 +133,7 @@ class ToolAgentLoop(AgentLoopBase):
         if not answer.token_ids or answer.stop_reason == "abort" or self._is_over(trajectory):
             return State.TERMINATED
         if self.equipment.tools is not None:
-            found = self.equipment.parser.parse(answer.token_ids)
+            found = await self.equipment.parser.read(answer.token_ids)
             trajectory.calls, trajectory.problems = found.calls, found.problems
             if found.calls or found.problems:
                 return State.PROCESSING_TOOLS
@@ -204,10 +204,13 @@ class ToolAgentLoop(AgentLoopBase):
         with self.server_manager.timeline.event(TOOL) as event:
             outcomes = await tools.run(trajectory.calls, trajectory.tools)
             outcomes += [tools.malformed(problem) for problem in trajectory.problems]
+            if self.server_manager.timeline.is_detailed:
+                event[DETAIL] = {"arguments": [call.arguments for call in trajectory.calls]}
             event["calls"] = [
-                {"name": o.name, "status": o.status, "seconds": round(o.seconds, 4), **o.metrics}
+                {"name": o.name, "status": o.status, "seconds": round(o.seconds, 4),
+                 "metrics": o.metrics}
                 for o in outcomes
-            ]
+            ]  # fmt: skip
         for outcome in outcomes:
             # Names that a model makes up would each be a metric of their own.
             name = outcome.name if outcome.name in tools.tools else "other"

@@ -23,7 +23,6 @@ from caldera.config.reasons import (
     NO_OTHER_SAMPLER,
     NO_PROFILER,
     NO_ROUTER_REPLAY,
-    NO_TRACE,
     NO_TRANSFER,
     OTHER_KEY_OF_TOOLS,
 )
@@ -102,7 +101,6 @@ LATER_REASONS = {
     "actor_rollout_ref.rollout.disaggregation": NO_OTHER_SAMPLER,
     "actor_rollout_ref.rollout.checkpoint_engine": NO_TRANSFER,
     "actor_rollout_ref.rollout.moe_load_balance_metrics_interval": NO_BALANCE_METRICS,
-    "actor_rollout_ref.rollout.trace": NO_TRACE,
     "actor_rollout_ref.rollout.full_determinism": "kernels are those that torch picks",
     "actor_rollout_ref.rollout": NO_TRANSFER,
     "critic.loss_scale_factor": "the critic's loss is scaled by the response length",

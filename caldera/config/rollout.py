@@ -13,7 +13,6 @@ from caldera.config.profiling import RolloutProfilerConfig
 from caldera.config.reasons import (
     NO_PROMETHEUS,
     NO_ROUTER_REPLAY,
-    NO_TRACE,
     NO_TRANSFER,
 )
 
@@ -99,9 +98,16 @@ class CheckpointEngineConfig:
 
 @dataclass
 class TraceConfig:
-    backend: str | None = refused(None, NO_TRACE)
-    token2text: bool = refused(False, NO_TRACE)
-    max_samples_per_step_per_worker: int | None = refused(None, NO_TRACE)
+    backend: str | None = None
+    """Where single trajectories are shown, span by span: mlflow, trackio; null: nowhere."""
+    token2text: bool = False
+    """Write tokens as text, too."""
+    max_samples_per_step_per_worker: int | None = option(None, minimum=0, unit="samples")
+    """Traced answers of each process in a step, and in a validation; null: all."""
+    project_name: str | None = None
+    """What the back end calls the project; null: trainer.project_name."""
+    experiment_name: str | None = None
+    """What it calls the run; null: trainer.experiment_name."""
 
 
 @dataclass

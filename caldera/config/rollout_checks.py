@@ -20,6 +20,7 @@ OF_ENGINES = (
     "engine_python", "tensor_model_parallel_size", "data_parallel_size", "cudagraph_capture_sizes",
     "disable_log_stats", "multi_stage_wake_up",
 )  # fmt: skip
+TRACE_BACKENDS = ("mlflow", "trackio")
 NOT_OF_ENGINES = ("kv_cache_blocks", "native.exact")
 BUCKETS = "checkpoint_engine.update_weights_bucket_megabytes"
 
@@ -41,6 +42,11 @@ def check_rollout(config: RolloutConfig) -> None:
             raise UnsupportedError(
                 f"{KEY}.remote.{option}={value!r}: a server elsewhere cannot be trained"
             )
+    if config.trace.backend not in (None, *TRACE_BACKENDS):
+        raise UnsupportedError(
+            f"{KEY}.trace.backend={config.trace.backend!r} is not part of this release; takes "
+            f"{', '.join(TRACE_BACKENDS)}"
+        )
     check_engine_keys(config, KEY)
 
 

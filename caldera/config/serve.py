@@ -7,8 +7,8 @@ from typing import Any
 
 from caldera.config.fields import mapping, nested, option, shown
 from caldera.config.rollout import RemoteConfig, RolloutConfig
-from caldera.config.rollout_checks import REMOTE, check_engine_keys
-from caldera.errors import ConfigError
+from caldera.config.rollout_checks import ENGINE_SAMPLERS, REMOTE, check_engine_keys
+from caldera.errors import ConfigError, UnsupportedError
 
 
 @dataclass
@@ -88,11 +88,21 @@ def check_serve(config: ServeConfig) -> None:
     if not config.model.path:
         raise ConfigError("model.path is required: give model.path=...")
     rollout = config.rollout
+    if rollout.engine_kwargs and rollout.name not in ENGINE_SAMPLERS:
+        raise UnsupportedError(
+            f"rollout.engine_kwargs={shown(rollout.engine_kwargs)}: takes rollout.name=vllm or "
+            f"sglang, not {rollout.name}"
+        )
     check_engine_keys(sampler_config(config, 2), "rollout")
     if (rollout.name == REMOTE) != (rollout.remote.url is not None):
         raise ConfigError(
             f"rollout.remote.url={shown(rollout.remote.url)} with rollout.name={rollout.name}: "
             "rollout.name=remote needs the address, and nothing else takes it"
+        )
+    if rollout.name != REMOTE and rollout.remote.model is not None:
+        raise ConfigError(
+            f"rollout.remote.model={shown(rollout.remote.model)}: takes rollout.name=remote, not "
+            f"{rollout.name}"
         )
 
 

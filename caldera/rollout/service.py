@@ -103,6 +103,12 @@ class AsyncSampler:
         """Go on."""
         await self._ask(partial(self._set_paused, False))
 
+    def check(self) -> None:
+        """Raise what has ended the sampler, if something has."""
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+
     async def close(self) -> None:
         """End the thread. Whoever still waits gets an error."""
         if self._ended is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from caldera.agent_loop.base import ServerManager
-from caldera.agent_loop.timeline import TOOL
+from caldera.agent_loop.timeline import DETAIL, TOOL
 from caldera.search_agent.protocol import (
     STOPS,
     Action,
@@ -138,6 +138,8 @@ class LLMGenerationManager:
         with server.timeline.event(TOOL) as event:
             call = {"name": "search", "status": "ok"}
             event["calls"] = [call]
+            if server.timeline.is_detailed:
+                event[DETAIL] = {"arguments": [query]}
             try:
                 (documents,) = await self._client.search([query])
             except RetrievalFailed as error:

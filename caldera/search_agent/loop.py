@@ -8,6 +8,7 @@ from typing import Any
 from caldera.agent_loop.base import AgentLoopBase, AgentLoopOutput, register
 from caldera.config import PPOTrainerConfig
 from caldera.data.padding import truncate
+from caldera.errors import ConfigError
 from caldera.search_agent.generation import LLMGenerationManager, SearchSettings
 from caldera.search_agent.metrics import facts_of
 from caldera.tools.retrieval import RetrieverClient
@@ -18,6 +19,17 @@ __all__ = ["SearchAgentLoop"]
 @register("search_agent")
 class SearchAgentLoop(AgentLoopBase):
     """The policy searches by `<search>`, reads `<information>`, and answers by `<answer>`."""
+
+    @classmethod
+    def check_run(cls, config: PPOTrainerConfig) -> None:
+        retriever = config.retriever
+        if not retriever.url:
+            raise ConfigError(
+                "retriever.url=null: the agent loop search_agent (agent_name of a row, or "
+                "actor_rollout_ref.rollout.agent.default_agent_loop) needs the address of a "
+                "retrieval service, such as http://127.0.0.1:8000/retrieve"
+            )
+        _client(retriever.url, retriever.topk)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         data, retriever = self.config.data, self.config.retriever

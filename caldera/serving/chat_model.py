@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+
+from caldera.rollout import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,10 @@ class ChatModel:
     """Tokens of both together at most."""
     answers_to_any_name: bool = False
     """Whether a request may name another model."""
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=1))
+    """What a request gets that does not say; its `max_tokens` and stop tokens are those above."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template that a request may replace."""
 
     def text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))

@@ -163,15 +163,16 @@ class ChatPrompts:
         return None
 
 
-def read_chat(fields: Fields) -> Chat:
-    """The chat of a request, in the form that templates take."""
+def read_chat(fields: Fields, defaults: Mapping[str, Any]) -> Chat:
+    """The chat of a request, in the form that templates take; `defaults` are arguments of the
+    template that the request may replace."""
     messages = template_messages(fields.get("messages"))
     kwargs = fields.get("chat_template_kwargs", {})
     if not isinstance(kwargs, dict):
         raise DataError(f"chat_template_kwargs={kwargs!r:.100}: takes a JSON object")
     if taken := set(kwargs) & TAKEN:
         raise DataError(f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set there")
-    return Chat(messages, tools_of(fields), kwargs)
+    return Chat(messages, tools_of(fields), {**defaults, **kwargs})
 
 
 def template_messages(given: Any) -> list[Message]:

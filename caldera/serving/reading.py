@@ -175,25 +175,28 @@ def _params(fields: Fields, tokens: Sequence[int], model: ChatModel, ranks: int)
         raise DataError(f"a prompt of {len(tokens)} tokens: takes from 1 to {longest}")
     room = min(model.response_length, model.max_length - len(tokens))
     name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
-    temperature = _number(fields, "temperature", 1.0)
+    usual = model.sampling
+    temperature = _number(fields, "temperature", usual.temperature)
     return SamplingParams(
         max_tokens=_whole(fields, name, room, 1, room),
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_k=_whole(fields, "top_k", -1, -1, model.vocabulary),
-        top_p=_number(fields, "top_p", 1.0),
-        min_p=_number(fields, "min_p", 0.0),
-        repetition_penalty=_number(fields, "repetition_penalty", 1.0),
-        presence_penalty=_number(fields, "presence_penalty", 0.0),
-        frequency_penalty=_number(fields, "frequency_penalty", 0.0),
+        top_k=_whole(fields, "top_k", usual.top_k, -1, model.vocabulary),
+        top_p=_number(fields, "top_p", usual.top_p),
+        min_p=_number(fields, "min_p", usual.min_p),
+        repetition_penalty=_number(fields, "repetition_penalty", usual.repetition_penalty),
+        presence_penalty=_number(fields, "presence_penalty", usual.presence_penalty),
+        frequency_penalty=_number(fields, "frequency_penalty", usual.frequency_penalty),
         stop_token_ids=model.stop_tokens | _stop_tokens(fields),
-        ignore_eos=_switch(fields, "ignore_eos"),
-        stop=_stops(fields),
+        ignore_eos=_switch(fields, "ignore_eos", usual.ignore_eos),
+        stop=_stops(fields) or usual.stop,
         logprobs=ranks,
     )
 
 
 def _number(fields: Fields, name: str, default: float) -> float:
-    value = fields.get(name, default)
+    if name not in fields:
+        return default
+    value = fields[name]
     least, most = RANGES[name]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:
@@ -203,15 +206,17 @@ def _number(fields: Fields, name: str, default: float) -> float:
 
 def _whole(fields: Fields, name: str, default: int, least: int | None = None, most: int = 0) -> int:
     """A whole number, from `least` to `most` if there are limits."""
-    value = fields.get(name, default)
+    if name not in fields:
+        return default
+    value = fields[name]
     if not _is_whole(value) or (least is not None and not least <= value <= most):
         limits = "" if least is None else f" from {least} to {most}"
         raise DataError(f"{name}={value!r:.100}: takes whole numbers{limits}")
     return int(value)
 
 
-def _switch(fields: Fields, name: str) -> bool:
-    value = fields.get(name, False)
+def _switch(fields: Fields, name: str, default: bool = False) -> bool:
+    value = fields.get(name, default)
     if not isinstance(value, bool):
         raise DataError(f"{name}={value!r:.100}: takes true or false")
     return value

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from caldera.errors import DataError
 from caldera.rollout import Completion
 from caldera.serving.conversations import Sampled
 
@@ -94,17 +95,40 @@ class _Session:
     turns: list[Turn] = field(default_factory=list)
     sampled: Sampled = field(default_factory=Sampled)
     requests: int = 0
+    seed: int | None = None
 
 
 class Recorder:
     """The sessions of a server, for any thread to read."""
 
-    def __init__(self, most_sessions: int | None = None) -> None:
-        """With more than `most_sessions`, those that were not used for longest are forgotten."""
+    def __init__(self, most_sessions: int | None = None, only_opened: bool = False) -> None:
+        """With more than `most_sessions`, those that were not used for longest are forgotten.
+        `only_opened`: requests of sessions that nobody has opened are refused."""
         self._most = most_sessions
+        self._only_opened = only_opened
         self._sessions: dict[str, _Session] = {}  # the last one was used last
         self._lock = threading.Lock()
         self.forgotten = 0
+
+    def open(self, session: str, seed: int) -> None:
+        """Begin a session the seeds of whose requests follow from this one."""
+        with self._lock:
+            self._sessions[session] = _Session(seed=seed)
+
+    def check(self, session: str | None) -> None:
+        """Raise if a request of that session is not to be answered."""
+        with self._lock:
+            if self._only_opened and session not in self._sessions:
+                raise DataError(
+                    f"session_id={session!r}: this server answers requests of sessions that are "
+                    "open, and that name theirs by session_id or x-session-id"
+                )
+
+    def seed(self, session: str) -> int | None:
+        """The seed with which a session was opened, if it was."""
+        with self._lock:
+            entry = self._sessions.get(session)
+            return None if entry is None else entry.seed
 
     def begin(self, session: str) -> tuple[int, Sampled]:
         """A request comes in: (its number in its session, what was sampled there before)."""

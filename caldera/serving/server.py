@@ -205,7 +205,8 @@ class SessionServer:
         fields = read_fields(path, request.body)
         self._check_name(fields)
         session = session_of(fields, request.headers)
-        chat = read_chat(fields) if path == CHAT else None
+        self.recorder.check(session)
+        chat = read_chat(fields, self._model.template_kwargs) if path == CHAT else None
         number, sampled = next(self._numbers), Sampled()
         if session is not None:
             number, sampled = self.recorder.begin(session)
@@ -213,11 +214,17 @@ class SessionServer:
             prompts = text_prompts(fields, self._model)
         else:
             prompts = [self._chat_prompt(chat, sampled)]
-        seed = None if self._seed is None else derive_seed(self._seed, session or "", number)
+        seed = self._seed_of(session, number)
         asked = read_request(path, fields, prompts, self._model, seed, session)
         self.metrics.read.add(sum(map(len, prompts)))
         answer = Answer(asked, self._model, self._parser)
         return Job(answer, began, session, number, chat, sampled)
+
+    def _seed_of(self, session: str | None, number: int) -> int | None:
+        own = None if session is None else self.recorder.seed(session)
+        if own is not None:  # whatever the session is called
+            return derive_seed(own, "request", number)
+        return None if self._seed is None else derive_seed(self._seed, session or "", number)
 
     def _check_name(self, fields: Fields) -> None:
         name, model = fields.get("model"), self._model

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from caldera.errors import UnsupportedError
 from caldera.registry import Registry
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ class ParsedCalls:
     """One sentence for each call that is malformed, for the model to read."""
 
 
-class ToolParser(ABC):
-    """Reads one format of tool calls."""
+class ToolParser:
+    """Reads one format of tool calls, by `parse_text` or, as verl's do, by `extract_tool_calls`."""
 
     keeps_special_tokens = False
     """Whether the format is made of special tokens, which decoding must not drop."""
@@ -43,20 +44,40 @@ class ToolParser(ABC):
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
+    @staticmethod
+    def register(name: str) -> Callable[[Parser], Parser]:
+        """Decorate a parser's class to have it chosen by `multi_turn.format`."""
+
+        def add(parser: Parser) -> Parser:
+            TOOL_PARSERS.register(name)(parser)
+            return parser
+
+        return add
+
+    async def read(self, token_ids: list[int]) -> ParsedCalls:
+        """The calls in what the model sampled, whichever way the class reads them."""
+        if type(self).extract_tool_calls is ToolParser.extract_tool_calls:
+            return self.parse(token_ids)
+        return ParsedCalls(*await self.extract_tool_calls(token_ids))
+
     def parse(self, token_ids: list[int]) -> ParsedCalls:
         """The calls in what the model sampled."""
         skip = not self.keeps_special_tokens
         return self.parse_text(str(self.tokenizer.decode(token_ids, skip_special_tokens=skip)))
 
-    @abstractmethod
     def parse_text(self, text: str) -> ParsedCalls:
         """The calls in a text."""
+        raise UnsupportedError(
+            f"the parser of tool calls {type(self).__name__} cannot read text: it has no parse_text"
+        )
 
     async def extract_tool_calls(self, responses_ids: list[int]) -> tuple[str, list[FunctionCall]]:
         """(the text without the calls, the calls), as verl's parsers are asked."""
         found = self.parse(responses_ids)
         return found.content, found.calls
 
+
+Parser = TypeVar("Parser", bound=type[ToolParser])
 
 TOOL_PARSERS: Registry[type[ToolParser]] = Registry("actor_rollout_ref.rollout.multi_turn.format")
 

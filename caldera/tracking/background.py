@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from caldera.tracking.loggers import Generation, Logger
 
@@ -20,11 +20,23 @@ FINISH_S = 60.0
 Task: TypeAlias = Callable[[Logger], None]
 
 
+class Finishable(Protocol):
+    """What has something to do when the run is over."""
+
+    def finish(self) -> None: ...
+
+
+Backend = TypeVar("Backend", bound=Finishable)
+
+
 class Losses:
     """What one back end has lost; its first failure is told."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, key: str = "trainer.logger", unit: str = "rows") -> None:
+        """`key` is the one that chose the back end, `unit` what is counted."""
         self._name = name
+        self._key = key
+        self.unit = unit
         self._lock = threading.Lock()
         self.count = 0
 
@@ -34,14 +46,14 @@ class Losses:
             self.count += count
         if is_first:
             logger.warning(
-                "trainer.logger: %s has failed, and the run goes on without what it loses: %s",
-                self._name, reason,
+                "%s: %s has failed, and the run goes on without what it loses: %s",
+                self._key, self._name, reason,
             )  # fmt: skip
 
     def tell(self) -> None:
         """The sum, when the run is over."""
         if self.count:
-            logger.warning("trainer.logger: %s has lost %d rows", self._name, self.count)
+            logger.warning("%s: %s has lost %d %s", self._key, self._name, self.count, self.unit)
 
     def attempt(self, work: Callable[[], None]) -> bool:
         """Do it; whether it went well. What goes wrong in a library is nothing to end a run for."""
@@ -84,51 +96,62 @@ class PromptLogger:
             self.losses.attempt(lambda: task(backend))
 
 
-class BackgroundLogger:
+class Background(Generic[Backend]):
     """A back end in a thread of its own, which may wait for a server as long as it likes."""
 
-    def __init__(self, name: str, make: Callable[[], Logger]) -> None:
-        self.losses = Losses(name)
-        self._tasks: queue.Queue[Task | None] = queue.Queue(MOST_WAITING)
-        # A daemon, so that one that hangs does not keep the process.
-        self._thread = threading.Thread(
-            target=self._work, args=(make,), name=f"logger-{name}", daemon=True
+    def __init__(self, losses: Losses, name: str, make: Callable[[], Backend]) -> None:
+        self.losses = losses
+        self._tasks: queue.Queue[tuple[Callable[[Backend], None] | None, int]] = queue.Queue(
+            MOST_WAITING
         )
+        # A daemon, so that one that hangs does not keep the process.
+        self._thread = threading.Thread(target=self._work, args=(make,), name=name, daemon=True)
         self._thread.start()
-
-    def log(self, data: dict[str, float], step: int) -> None:
-        self._give(lambda backend: backend.log(data, step))
-
-    def log_generations(self, samples: Sequence[Generation], step: int) -> None:
-        self._give(lambda backend: backend.log_generations(samples, step))
 
     def finish(self) -> None:
         """Wait for what is still to be sent, but not for ever."""
         if not self._thread.is_alive():
             return
-        self._give(None)
+        self.give(None)
         self._thread.join(FINISH_S)
         if self._thread.is_alive():
-            waiting = max(self._tasks.qsize(), 1)
+            waiting = max(self._tasks.qsize(), 1)  # at least: a task may be of several
             self.losses.add(f"it has not ended within {FINISH_S:g} s", waiting)
         self.losses.tell()
 
-    def _give(self, task: Task | None) -> None:
+    def give(self, task: Callable[[Backend], None] | None, count: int = 1) -> None:
+        """Have the thread do it; `count` is how much is lost if it cannot. None ends the thread."""
         try:
-            self._tasks.put_nowait(task)
+            self._tasks.put_nowait((task, count))
         except queue.Full:
-            self.losses.add(f"{MOST_WAITING} rows wait already")
+            self.losses.add(f"{MOST_WAITING} {self.losses.unit} wait already", count)
 
-    def _work(self, make: Callable[[], Logger]) -> None:
-        opened: list[Logger] = []
+    def _work(self, make: Callable[[], Backend]) -> None:
+        opened: list[Backend] = []
         self.losses.attempt(lambda: opened.append(make()))
-        while (task := self._tasks.get()) is not None:
+        while True:
+            task, count = self._tasks.get()
+            if task is None:
+                break
             if not opened:
-                self.losses.add("it could not be opened")
+                self.losses.add("it could not be opened", count)
             else:
                 self._do(task, opened[0])
         if opened:
             self.losses.attempt(opened[0].finish)
 
-    def _do(self, task: Task, backend: Logger) -> None:
+    def _do(self, task: Callable[[Backend], None], backend: Backend) -> None:
         self.losses.attempt(lambda: task(backend))
+
+
+class BackgroundLogger(Background[Logger]):
+    """A logger in a thread of its own."""
+
+    def __init__(self, name: str, make: Callable[[], Logger]) -> None:
+        super().__init__(Losses(name), f"logger-{name}", make)
+
+    def log(self, data: dict[str, float], step: int) -> None:
+        self.give(lambda backend: backend.log(data, step))
+
+    def log_generations(self, samples: Sequence[Generation], step: int) -> None:
+        self.give(lambda backend: backend.log_generations(samples, step))

@@ -18,6 +18,7 @@ from caldera.models.forward import base_module, without_adapter
 from caldera.models.loading import DTYPES, Built, build_policy, load_policy
 from caldera.protocol import DataProto
 from caldera.rollout import ROLLOUTS, Rollout
+from caldera.rollout.base import OnFinished
 from caldera.rollout.batch import completions_to_batch, requests_from_batch, sampling_params
 from caldera.rollout.engines.rollout import EngineRollout
 from caldera.single_controller import (
@@ -43,6 +44,7 @@ from caldera.workers.plans import log_prob_plan, update_plan
 from caldera.workers.profiling import ProfiledWorker, profiled
 from caldera.workers.scoring import MakeScorer, NoScoring, RolloutScoring, Scorer
 from caldera.workers.sharding_manager import ShardingManager
+from caldera.workers.tracing import MakeTracer, NoTracing, RolloutTracing, Tracer
 from caldera.workers.updates import train_epochs
 
 logger = logging.getLogger(__name__)
@@ -58,9 +60,11 @@ class ActorRolloutRefWorker(ProfiledWorker):
     def __init__(
         self, config: ActorRolloutRefConfig, role: str, device: str,
         make_scorer: MakeScorer | None = None, make_agents: MakeAgents | None = None,
+        make_tracer: MakeTracer | None = None,
     ) -> None:  # fmt: skip
         """`make_scorer` makes what scores answers as they are sampled, `make_agents` what has
-        conversations and tool calls sampled instead of single answers."""
+        conversations and tool calls sampled instead of single answers, `make_tracer` what writes
+        traces of them."""
         profilers = {part: getattr(config, part).profiler for part in ("actor", "ref", "rollout")}
         super().__init__(profilers)
         self.config = config
@@ -70,6 +74,8 @@ class ActorRolloutRefWorker(ProfiledWorker):
         self._scorer: Scorer | None = None
         self._make_agents = make_agents
         self._agents: Agents | None = None
+        self._make_tracer = make_tracer
+        self._tracer: Tracer | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -102,11 +108,14 @@ class ActorRolloutRefWorker(ProfiledWorker):
             return self._run_agents(prompts, seeds, stops)
         requests = requests_from_batch(prompts, config, stops, seeds)
         with self._begin_scoring(prompts) as scoring, self.sharding_manager:
-            completions = self.rollout.generate(requests, scoring.on_finished)
-        return scoring.join(completions_to_batch(
+            tracing = self._begin_tracing(prompts, scoring.on_finished)
+            completions = self.rollout.generate(requests, tracing.on_finished)
+        answers = scoring.join(completions_to_batch(
             prompts, completions, config.response_length, meta["pad_token_id"],
             config.calculate_log_probs,
         ))  # fmt: skip
+        tracing.write(answers)
+        return answers
 
     @register(dispatch_mode=ON_ACTOR, needs=MASKED_ANSWERS)
     @profiled("actor")
@@ -157,6 +166,12 @@ class ActorRolloutRefWorker(ProfiledWorker):
         self.sharding_manager.update_weights()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_traces(self) -> None:
+        """Wait for traces that are still to be written; there are no more to come."""
+        if self._tracer is not None:
+            self._tracer.finish()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: Path) -> None:
         """Write the actor into the folder."""
         with on_device(self.actor, optimizer=True):
@@ -187,8 +202,11 @@ class ActorRolloutRefWorker(ProfiledWorker):
         params = sampling_params(prompts.meta_info, self.config.rollout, stops)
         pad = prompts.meta_info["pad_token_id"]
         with self._begin_scoring(prompts) as scoring, self.sharding_manager:
-            answers = self._agents(rows, seeds, self.rollout, params, pad, scoring.on_finished)
-        return scoring.join(answers)
+            tracing = self._begin_tracing(prompts, scoring.on_finished)
+            answers = self._agents(rows, seeds, self.rollout, params, pad, tracing.on_finished)
+        answers = scoring.join(answers)
+        tracing.write(answers)
+        return answers
 
     def _begin_scoring(self, prompts: DataProto) -> RolloutScoring:
         """What is told of each answer as it ends: the scorer, if the controller sends it rows."""
@@ -197,6 +215,13 @@ class ActorRolloutRefWorker(ProfiledWorker):
         if self._scorer is None:
             self._scorer = self._make_scorer()
         return self._scorer(prompts)
+
+    def _begin_tracing(self, prompts: DataProto, on_finished: OnFinished | None) -> RolloutTracing:
+        if self._make_tracer is None:
+            return NoTracing(on_finished)
+        if self._tracer is None:
+            self._tracer = self._make_tracer(self.rank)
+        return self._tracer.begin(prompts, on_finished)
 
     def _warn_of_length(self) -> None:
         most = getattr(base_module(self.actor.module).config, "max_position_embeddings", None)

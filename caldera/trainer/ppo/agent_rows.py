@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from caldera.agent_loop.black_box import black_box_metrics
 from caldera.agent_loop.output import COLUMN, TrajectoryFacts
 from caldera.data import object_array
 from caldera.protocol import DataProto, tensors_of
@@ -68,6 +69,7 @@ def agent_metrics(batch: DataProto) -> Metrics:
     metrics |= search_metrics(
         [fact.extra_fields for fact in facts], tensors["response_mask"], tensors["attention_mask"]
     )
+    metrics |= black_box_metrics([fact.extra_fields for fact in facts])
     return metrics | _slowest(batch, facts)
 
 

@@ -37,10 +37,11 @@ SINGLE_TURN = "single_turn_agent"
 def equip(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase) -> Equipment:
     """What the loops of this process share."""
     multi_turn = config.actor_rollout_ref.rollout.multi_turn
+    tools = _runner(multi_turn)  # first: a module of tools may register a parser
     return Equipment(
         turns=TurnAppender(tokenizer, config.data.apply_chat_template_kwargs),
         parser=TOOL_PARSERS[multi_turn.format](tokenizer),
-        tools=_runner(multi_turn),
+        tools=tools,
         interactions=load_interactions(multi_turn.interaction_config_path),
     )
 
@@ -68,6 +69,8 @@ def make_agents(
     loops = [loop_class(find_loop(name, own)) for name in sorted(names)]
     wanted = rollout.multi_turn.enable or names != {SINGLE_TURN}
     _check_use(rollout.multi_turn, loops, names, wanted)
+    for loop in loops:
+        loop.check_run(config)
     if not wanted:
         return None
     if not config.data.return_raw_chat:

@@ -97,7 +97,7 @@ class RayPPOTrainer:
         train_loader: StatefulLoader,
         val_loader: FixedLoader,
         reward_servers: RewardServers,
-        has_agents: bool = False,
+        workers_need_rows: bool = False,
     ) -> None:
         # Unknown names fail before any work.
         registered_or_own(ADV_ESTIMATORS, config.algorithm.adv_estimator)
@@ -110,7 +110,7 @@ class RayPPOTrainer:
         self._groups: dict[str, WorkerGroup] = {}
         self.reward_fn = reward_fn
         self.reward_servers = reward_servers
-        self.sends_rows = has_agents or streams(config, reward_fn)
+        self.sends_rows = workers_need_rows or streams(config, reward_fn)
         self.train_loader = train_loader
         self.use_critic = needs_critic(config)
         self.use_reference = needs_reference(config)
@@ -196,6 +196,7 @@ class RayPPOTrainer:
     def _train_on(self, rows: Iterator[Batch], progress: TrainingProgress) -> Metrics:
         """One step, and a validation when it is due."""
         self.global_steps += 1
+        self._meta["global_steps"] = self.global_steps
         with self.profiler.recorded(self.global_steps, self._groups):
             batch, metrics, timing = self.step(rows)
         self.train_loader.on_batch_end(batch)
@@ -380,7 +381,7 @@ class RayPPOTrainer:
         state_file = folder / "trainer_state.json"
         state = read_part(state_file, lambda path: json.loads(path.read_text()))
         self.kl_controller.load_state_dict(state["kl_ctrl"])
-        self.global_steps = step_of(folder)
+        self.global_steps = self._meta["global_steps"] = step_of(folder)
         self.checkpoints.loaded(folder)
 
 

@@ -35,9 +35,11 @@ from caldera.trainer.ppo.agents import data_with_tools, make_agents
 from caldera.trainer.ppo.groups import make_groups_for
 from caldera.trainer.ppo.ray_trainer import MakeGroups, RayPPOTrainer, total_training_steps
 from caldera.trainer.ppo.reward_servers import RewardServers
+from caldera.trainer.ppo.tracing import make_tracer
 from caldera.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from caldera.workers.agents import MakeAgents
 from caldera.workers.scoring import MakeScorer
+from caldera.workers.tracing import MakeTracer
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +114,7 @@ class TaskRunner:
         try:
             trainer.init_workers()
             trainer.fit()
+            trainer.actor_rollout_wg.finish_traces()
         finally:
             if trainer.checkpoints.has_saved:  # else a restart begins where this run began
                 config.trainer.resume_mode = "auto"
@@ -143,6 +146,7 @@ class TaskRunner:
             data.val_files, prompts, tokenizer, max_samples=data.val_max_samples
         )
         agents = make_agents(config, tokenizer, (train_set, val_set))
+        tracer = make_tracer(config, tokenizer)
         train_loader = create_train_loader(train_set, data)
         total = total_training_steps(config, train_loader)
         config.actor_rollout_ref.actor.optim.total_training_steps = total
@@ -155,7 +159,7 @@ class TaskRunner:
         return RayPPOTrainer(
             config,
             tokenizer,
-            self._workers(config, make_scorer, agents),
+            self._workers(config, make_scorer, agents, tracer),
             self._pools(config),
             self._make_groups,
             servers.awake(reward_fn),
@@ -163,16 +167,20 @@ class TaskRunner:
             train_loader,
             create_val_loader(val_set, data),
             servers,
-            has_agents=agents is not None,
+            workers_need_rows=agents is not None or tracer is not None,
         )
 
     def _workers(
-        self, config: PPOTrainerConfig, make_scorer: MakeScorer | None, agents: MakeAgents | None
+        self,
+        config: PPOTrainerConfig,
+        make_scorer: MakeScorer | None,
+        agents: MakeAgents | None,
+        tracer: MakeTracer | None,
     ) -> dict[Role, ClassWithInitArgs]:
         """How to make the worker of each role that this run needs."""
         device, parts = str(config.trainer.device), config.actor_rollout_ref
         policy = Role.ActorRolloutRef if needs_reference(config) else Role.ActorRollout
-        arguments = (parts, policy.value, device, make_scorer, agents)
+        arguments = (parts, policy.value, device, make_scorer, agents, tracer)
         workers = {policy: ClassWithInitArgs(ActorRolloutRefWorker, *arguments)}
         if needs_critic(config):
             workers[Role.Critic] = ClassWithInitArgs(

@@ -23,14 +23,14 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 20, "b": 22}}</tool_call>'
 
 
 @function_tool
-def add(a: int, b: int) -> tuple[str, float]:
+def add(a: int, b: int) -> tuple[str, float, dict[str, str]]:
     """Adds two numbers.
 
     Args:
         a: one
         b: the other
     """
-    return str(a + b), 0.25
+    return str(a + b), 0.25, {"status": "added"}
 
 
 class Script:

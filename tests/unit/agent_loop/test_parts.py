@@ -49,7 +49,8 @@ class Recorder:
 def turns(recorder: Recorder) -> TrajectorySampler:
     params = SamplingParams(max_tokens=8, temperature=0.7, stop_token_ids=frozenset({2}))
     sampler: Any = recorder
-    return TrajectorySampler(sampler, params, 11, 10, Timeline(time.perf_counter()))
+    server: Any = None  # none of these is reached over HTTP
+    return TrajectorySampler(sampler, params, 11, 10, Timeline(time.perf_counter()), server)
 
 
 def ask(sampler: TrajectorySampler, prompt: list[int], **params: Any) -> Any:

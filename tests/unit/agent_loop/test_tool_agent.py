@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
+import agent_scripts
 import pytest
 from agent_scripts import CALL
 
-from caldera.errors import DataError
+from caldera.errors import DataError, UnsupportedError
 from caldera.interactions.scripted import ScriptedInteraction
+from caldera.tools.parsing import FunctionCall, ToolParser
 
 if TYPE_CHECKING:
     from agent_scripts import Run
@@ -45,6 +48,32 @@ def test_a_call_is_answered_and_the_answer_is_not_the_policys(
     ]  # fmt: skip
     shown = tokenizer.apply_chat_template(whole, tokenize=False)
     assert tokenizer.decode(first) == f"<|s|>add <eos>{shown}"
+
+
+def test_the_metrics_of_a_tool_do_not_hide_how_its_call_went(run: Run) -> None:
+    _, script = run(f"{CALL}<eos>", "42<eos>")
+    (event,) = (event for event in script.timeline.events if event["kind"] == "tool")
+    (call,) = event["calls"]
+    assert (call["name"], call["status"]) == ("add", "ok")
+    assert call["metrics"] == {"status": "added"}
+
+
+def test_a_parser_that_has_only_what_verls_have(
+    run: Run, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Plus(ToolParser):
+        async def extract_tool_calls(self, responses_ids: list[int]) -> Any:
+            text = str(self.tokenizer.decode(responses_ids, skip_special_tokens=True))
+            before, plus, after = text.partition("+")
+            if not plus:
+                return text, []
+            return "", [FunctionCall("add", json.dumps({"a": int(before), "b": int(after)}))]
+
+    monkeypatch.setattr(agent_scripts, "Hermes", Plus)
+    output, _ = run("20+22<eos>", "42<eos>")
+    assert spoken(output, tokenizer) == ("20+22<eos>42<eos>", "<|t|>42<eos><|a|>")
+    with pytest.raises(UnsupportedError, match=r"Plus .* has no parse_text"):
+        Plus(tokenizer).parse_text("20+22")
 
 
 def test_log_probs_are_those_of_the_sampled_tokens_and_zero_elsewhere(run: Run) -> None:

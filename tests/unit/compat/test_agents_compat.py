@@ -56,6 +56,20 @@ def test_a_tool() -> None:
     assert asyncio.run(call()) == ("8", 0.5)
 
 
+def test_a_parser_of_calls() -> None:
+    from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+
+    @ToolParser.register("compat_format")
+    class Mine(ToolParser):
+        async def extract_tool_calls(self, responses_ids: list[int]) -> tuple[str, list[Any]]:
+            return "", [FunctionCall(name="double", arguments=f'{{"number": {responses_ids[0]}}}')]
+
+    parsers = importlib.import_module("caldera.tools.parsing").TOOL_PARSERS
+    assert parsers["compat_format"] is Mine
+    found = asyncio.run(parsers["compat_format"](None).read([4]))
+    assert [(call.name, call.arguments) for call in found.calls] == [("double", '{"number": 4}')]
+
+
 def test_an_interaction() -> None:
     from verl.interactions.base import BaseInteraction
 

@@ -1,0 +1,200 @@
+"""The loop of an agent that knows nothing of training: it asks a server in OpenAI's protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from caldera.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from caldera.agent_loop.sessions import Session
+from caldera.agent_loop.timeline import AGENT
+from caldera.data.importing import load_object
+from caldera.data.padding import truncate
+from caldera.errors import ConfigError, RolloutError
+from caldera.serving import Trajectory, Turn
+from caldera.serving.recording import trajectories_of
+
+if TYPE_CHECKING:
+    from caldera.config import PPOTrainerConfig
+
+__all__ = ["BlackBoxAgentLoop", "black_box_metrics"]
+
+logger = logging.getLogger(__name__)
+
+OK, ERROR, TIMEOUT = "ok", "error", "timeout"
+OUTCOME, OTHERS, VERSIONS = "agent_outcome", "other_trajectories", "weight_versions"
+OPTIONS = ("agent", "timeout", "failure_reward")
+AGENT_KEY = "agent of the black-box agent loop"
+
+
+class BlackBoxAgentLoop(AgentLoopBase):
+    """Calls `agent(base_url, session_id, row)`, and makes a trajectory of what it asked for.
+
+    Of several trajectories, as of an agent that begins a second chat, the longest one is taken.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        agent: str,
+        timeout: float = 600.0,
+        failure_reward: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """`agent` is `file.py:function` or `pkg://a.b:function`; `failure_reward` that of an agent
+        that fails; None: it is scored as others that bring no reward."""
+        super().__init__(*args, **kwargs)
+        self._agent = _function(agent, AGENT_KEY)
+        self._timeout = timeout
+        self._failure_reward = failure_reward
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], where: str) -> None:
+        for name, value in options.items():
+            if name not in OPTIONS:
+                raise ConfigError(f"{where}.{name}={value!r}: takes {', '.join(OPTIONS)}")
+        timeout, reward = options.get("timeout", 1.0), options.get("failure_reward", 0.0)
+        if not _is_number(timeout) or timeout <= 0:
+            raise ConfigError(f"{where}.timeout={timeout!r}: takes seconds, more than 0")
+        if reward is not None and not _is_number(reward):
+            raise ConfigError(f"{where}.failure_reward={reward!r}: takes a number or null")
+        _function(options.get("agent"), f"{where}.agent")
+
+    @classmethod
+    def check_run(cls, config: PPOTrainerConfig) -> None:
+        for library in ("starlette", "uvicorn"):
+            if importlib.util.find_spec(library) is None:
+                raise ConfigError(
+                    f"a black-box agent needs a server, and {library} is not installed; install "
+                    "caldera[serve]"
+                )
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        session = self.server_manager.begin_session()
+        with self.server_manager.timeline.event(AGENT) as event:
+            outcome, returned = await self._call(session, row)
+            turns = session.end()
+            event.update(outcome=outcome, turns=len(turns))
+        reward, columns = _read(returned)
+        if outcome != OK:
+            reward = self._failure_reward
+        return await self._output(turns, reward, {**columns, OUTCOME: outcome}, row)
+
+    async def _call(self, session: Session, row: dict[str, Any]) -> tuple[str, Any]:
+        """(How the agent ended, what it returned)."""
+        arguments = (session.base_url, session.name, row)
+        is_async = inspect.iscoroutinefunction(self._agent)
+        limit = asyncio.timeout(self._timeout)
+        try:
+            async with limit:
+                called = self._agent if is_async else _in_thread(self._agent)
+                return OK, await called(*arguments)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the other agents go on
+            outcome = TIMEOUT if limit.expired() else ERROR
+            logger.warning(
+                "an agent failed, at uid %s: %s: %s: %s", row.get("uid"), outcome,
+                type(error).__name__, error,
+            )  # fmt: skip
+            return outcome, None
+
+    async def _output(
+        self,
+        turns: Sequence[Turn],
+        reward: float | None,
+        columns: dict[str, Any],
+        row: Mapping[str, Any],
+    ) -> AgentLoopOutput:
+        data, found = self.config.data, trajectories_of(turns)
+        fitting = [each for each in found if len(each.prompt_ids) <= data.max_prompt_length]
+        longest = max(fitting, key=lambda each: len(each.response_ids), default=None)
+        others = len(found) - (longest is not None)
+        if longest is None:
+            prompt = await self.apply_chat_template(list(row["raw_prompt"]))
+            longest = Trajectory(truncate(prompt, data.max_prompt_length, data.truncation))
+        versions = longest.weight_versions[: data.max_response_length]
+        return AgentLoopOutput(
+            prompt_ids=longest.prompt_ids,
+            response_ids=longest.response_ids,
+            response_mask=longest.response_mask,
+            response_logprobs=longest.log_probs,
+            reward_score=reward,
+            num_turns=max(1, 2 * longest.turns),
+            metrics=AgentLoopMetrics(generate_sequences=sum(turn.seconds for turn in turns)),
+            extra_fields=columns | {OTHERS: others, VERSIONS: versions},
+        )
+
+
+def black_box_metrics(facts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The metrics of a batch, of which `facts` are the columns; none without such agents."""
+    ours = [each for each in facts if OUTCOME in each]
+    if not ours:
+        return {}
+    outcomes = [each[OUTCOME] for each in ours]
+    return {
+        "black_box/failed": float(outcomes.count(ERROR)),
+        "black_box/timed_out": float(outcomes.count(TIMEOUT)),
+        "black_box/other_trajectories": float(sum(each[OTHERS] for each in ours)),
+        "black_box/empty": float(sum(not each[VERSIONS] for each in ours)),
+    }
+
+
+def _function(given: Any, key: str) -> Callable[..., Any]:
+    path, _, name = given.rpartition(":") if isinstance(given, str) else ("", "", "")
+    if not path:
+        raise ConfigError(f"{key}={given!r}: takes file.py:function or pkg://a.b:function")
+    function = load_object(path, name, key)
+    if not callable(function):
+        raise ConfigError(f"{key}={given!r}: is no function")
+    try:
+        inspect.signature(function).bind("base_url", "session_id", {})
+    except TypeError as error:
+        raise ConfigError(
+            f"{key}={given!r}: must take (base_url, session_id, row): {error}"
+        ) from error
+    return function  # type: ignore[no-any-return]
+
+
+def _in_thread(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, to be awaited. Each call has a thread of its own, since agents wait for most
+    of their time, and one that never returns is not waited for when the process ends."""
+
+    def start(*arguments: Any) -> asyncio.Future[Any]:
+        done: Future[Any] = Future()
+        done.set_running_or_notify_cancel()
+
+        def call() -> None:
+            try:
+                done.set_result(function(*arguments))
+            except Exception as error:  # noqa: BLE001 -- raised where it is awaited
+                done.set_exception(error)
+            except SystemExit as error:  # which would end the run
+                done.set_exception(RolloutError(f"the agent called sys.exit({error.code!r})"))
+
+        threading.Thread(target=call, name="agent", daemon=True).start()
+        return asyncio.wrap_future(done)
+
+    return start
+
+
+def _read(returned: Any) -> tuple[float | None, dict[str, Any]]:
+    """(The reward, the columns) that an agent returned."""
+    columns = dict(returned) if isinstance(returned, Mapping) else {"score": returned}
+    score = columns.pop("score", None)
+    if score is not None and not _is_number(score):
+        raise RolloutError(
+            f"an agent returned {returned!r:.200}: takes None, a finite number, or a dict whose "
+            "'score' is one"
+        )
+    return (None if score is None else float(score)), columns
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

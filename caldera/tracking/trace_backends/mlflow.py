@@ -1,0 +1,50 @@
+"""MLflow's traces."""
+
+from __future__ import annotations
+
+import os
+
+from caldera.tracking.backends.mlflow import experiment_id, tracking_uri
+from caldera.tracking.traces import GENERATION, TRACERS, Trace, TracedRun
+
+SESSION = "mlflow.trace.session"
+"""What MLflow groups traces by."""
+
+
+@TRACERS.register("mlflow")
+class MlflowTraces:
+    """Traces of the experiment PROJECT, in the session EXPERIMENT."""
+
+    def __init__(self, run: TracedRun) -> None:
+        # What is written later in a thread of MLflow's could be lost without anyone knowing.
+        os.environ["MLFLOW_ENABLE_ASYNC_TRACE_LOGGING"] = "false"
+        import mlflow
+
+        mlflow.set_tracking_uri(tracking_uri())
+        self._begin = mlflow.start_span_no_context
+        self._client = mlflow.MlflowClient(tracking_uri())
+        self._experiment = experiment_id(self._client, run.project_name)
+        self._session = run.experiment_name
+
+    def write(self, trace: Trace) -> None:
+        whole = self._begin(
+            trace.name, span_type="AGENT", inputs=trace.inputs, experiment_id=self._experiment,
+            start_time_ns=_ns(trace.start), metadata={SESSION: self._session},
+            tags={key: str(value) for key, value in {"step": trace.step, **trace.facts}.items()},
+        )  # fmt: skip
+        for span in trace.spans:
+            kind = {GENERATION: "LLM", "tool": "TOOL"}.get(span.kind, "UNKNOWN")
+            part = self._begin(
+                span.name, span_type=kind, parent_span=whole, inputs=span.inputs,
+                start_time_ns=_ns(span.start),
+            )  # fmt: skip
+            part.end(outputs=span.outputs, end_time_ns=_ns(span.start + span.seconds))
+        whole.end(outputs=trace.outputs, end_time_ns=_ns(trace.start + trace.seconds))
+        self._client.get_trace(whole.trace_id)  # MLflow keeps to itself what it could not write
+
+    def finish(self) -> None:
+        """Everything is written."""
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -1,0 +1,62 @@
+"""What the agent loops of a run lack is told when it starts."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from caldera.config import PPOTrainerConfig
+from caldera.errors import ConfigError
+from caldera.trainer.ppo.agents import make_agents
+
+TOKENIZER: Any = None  # nothing is rendered before these checks
+
+
+def config(default: str = "single_turn_agent") -> PPOTrainerConfig:
+    made = PPOTrainerConfig()
+    made.actor_rollout_ref.rollout.agent.default_agent_loop = default
+    made.data.return_raw_chat = True
+    made.actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode = "disable"
+    return made
+
+
+def rows(*agent_names: str | None) -> Any:
+    """A data set whose rows ask for these loops."""
+    return SimpleNamespace(column_values=lambda column: agent_names)
+
+
+ASKED = pytest.mark.parametrize("by_row", [True, False])
+
+
+def start(loop: str, by_row: bool, url: str | None = None) -> Any:
+    made = config() if by_row else config(loop)
+    made.retriever.url = url
+    return make_agents(made, TOKENIZER, [rows(None, loop)] if by_row else [rows(None)])
+
+
+@ASKED
+def test_the_search_agent_needs_a_retriever(by_row: bool) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^retriever\.url=null: the agent loop search_agent .*http"
+    ):
+        start("search_agent", by_row)
+    with pytest.raises(ConfigError, match=r"^retriever\.url='localhost' must be the address"):
+        start("search_agent", by_row, url="localhost")
+    assert start("search_agent", by_row, url="http://127.0.0.1:8000/retrieve") is not None
+
+
+@ASKED
+def test_the_loop_of_langgraph_needs_it(by_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "langgraph.graph", None)
+    monkeypatch.delitem(sys.modules, "caldera.agent_loop.react_graph", raising=False)
+    with pytest.raises(
+        ConfigError, match=r"react_agent .*default_agent_loop.*pip install 'caldera\[langgraph\]'"
+    ):
+        start("react_agent", by_row)
+
+
+def test_a_loop_that_no_row_asks_for_needs_nothing() -> None:
+    assert make_agents(config(), TOKENIZER, [rows(None)]) is None
