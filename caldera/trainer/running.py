@@ -10,12 +10,18 @@ from caldera.tracking.dumps import write_text_atomic
 from caldera.trainer.bundle import write_bundle
 
 
-def open_run(config: PPOTrainerConfig | SFTTrainerConfig, run_dir: Path, step: int) -> Tracking:
-    """The loggers of a run that is at this step; its folder says how to repeat it."""
+def open_run(
+    config: PPOTrainerConfig | SFTTrainerConfig, run_dir: Path, step: int, last_step: int
+) -> Tracking:
+    """The loggers of a run that is at this step; its folder says how to repeat it.
+
+    A run that has come to its end already adds nothing to the folder.
+    """
     trainer = config.trainer
     write_text_atomic(run_dir / "config.yaml", [config_to_yaml(config)])
     name = f"bundle_from_step_{step}" if step else "bundle"
-    write_bundle(run_dir / name, config, "trainer.default_local_dir")
+    if step == 0 or step < last_step:
+        write_bundle(run_dir / name, config, "trainer.default_local_dir")
     return Tracking(
         trainer.project_name, trainer.experiment_name, trainer.logger, config_to_dict(config),
         run_dir, step,

@@ -172,7 +172,7 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         self.checkpoints.create()
         self._load_checkpoint()
-        tracked = open_run(self.config, self.checkpoints.root, self.global_steps)
+        tracked = open_run(self.config, self.checkpoints.root, self.global_steps, self.total_steps)
         shown = TrainingProgress(self.total_steps, self.global_steps)
         with tracked as tracking, shown as progress, self.saves:
             if trainer.val_only or (trainer.val_before_train and self.global_steps == 0):

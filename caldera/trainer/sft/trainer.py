@@ -78,7 +78,7 @@ class SupervisedTrainer:
         """Train to the last step, from the newest checkpoint where there is one."""
         self.checkpoints.create()
         self._load_checkpoint()
-        tracked = open_run(self.config, self.checkpoints.root, self.global_steps)
+        tracked = open_run(self.config, self.checkpoints.root, self.global_steps, self.total_steps)
         shown = TrainingProgress(self.total_steps, self.global_steps)
         with tracked as tracking, shown as progress, self.saves:
             rows = self._epochs()
