@@ -34,6 +34,9 @@ OUTCOME, OTHERS, VERSIONS = "agent_outcome", "other_trajectories", "weight_versi
 OPTIONS = ("agent", "timeout", "failure_reward")
 AGENT_KEY = "agent of the black-box agent loop"
 
+Returned = tuple[float | None, dict[str, Any]]
+"""The reward of an agent, and columns."""
+
 
 class BlackBoxAgentLoop(AgentLoopBase):
     """Calls `agent(base_url, session_id, row)`, and makes a trajectory of what it asked for.
@@ -80,30 +83,31 @@ class BlackBoxAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         session = self.server_manager.begin_session()
         with self.server_manager.timeline.event(AGENT) as event:
-            outcome, returned = await self._call(session, row)
+            outcome, (reward, columns) = await self._call(session, row)
             turns = session.end()
             event.update(outcome=outcome, turns=len(turns))
-        reward, columns = _read(returned)
-        if outcome != OK:
-            reward = self._failure_reward
         return await self._output(turns, reward, {**columns, OUTCOME: outcome}, row)
 
-    async def _call(self, session: Session, row: dict[str, Any]) -> tuple[str, Any]:
+    async def _call(self, session: Session, row: dict[str, Any]) -> tuple[str, Returned]:
         """(How the agent ended, what it returned)."""
+        names = frozenset(row)  # which the agent might change
         arguments = (session.base_url, session.name, row)
         is_async = inspect.iscoroutinefunction(self._agent)
         limit = asyncio.timeout(self._timeout)
         try:
             async with limit:
                 called = self._agent if is_async else _in_thread(self._agent)
-                return OK, await called(*arguments)
+                returned = await called(*arguments)
+                if inspect.isawaitable(returned):  # of a function that only looks like a plain one
+                    returned = await returned
+            return OK, _read(returned, names)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the other agents go on
             outcome = TIMEOUT if limit.expired() else ERROR
             logger.warning(
                 "an agent failed, at uid %s: %s: %s: %s", row.get("uid"), outcome,
                 type(error).__name__, error,
             )  # fmt: skip
-            return outcome, None
+            return outcome, (self._failure_reward, {})
 
     async def _output(
         self,
@@ -184,14 +188,18 @@ def _in_thread(function: Callable[..., Any]) -> Callable[..., Any]:
     return start
 
 
-def _read(returned: Any) -> tuple[float | None, dict[str, Any]]:
-    """(The reward, the columns) that an agent returned."""
+def _read(returned: Any, names: frozenset[str]) -> Returned:
+    """What an agent returned; `names` are those of the row's own columns."""
     columns = dict(returned) if isinstance(returned, Mapping) else {"score": returned}
     score = columns.pop("score", None)
     if score is not None and not _is_number(score):
         raise RolloutError(
             f"an agent returned {returned!r:.200}: takes None, a finite number, or a dict whose "
             "'score' is one"
+        )
+    if taken := sorted(names & columns.keys()):
+        raise RolloutError(
+            f"an agent returned {', '.join(taken)}: the row has columns of that name"
         )
     return (None if score is None else float(score)), columns
 

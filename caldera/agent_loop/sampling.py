@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -45,6 +46,7 @@ class TrajectorySampler:
         self._max_model_len = max_model_len
         self._timeline = timeline
         self._server = server
+        self._session = uuid.uuid4().hex
         self._turns = 0
 
     @property
@@ -68,7 +70,8 @@ class TrajectorySampler:
         if room < 1:
             return TokenOutput([], [], "length")
         seed = derive_seed(self._seed, "turn", turn) if turn else self._seed
-        request = Request(list(prompt_ids), replace(params, max_tokens=room), seed)
+        params = replace(params, max_tokens=room)
+        request = Request(list(prompt_ids), params, seed, self._session)
         with self._timeline.event(GENERATE, turn=turn) as event:
             sampled = await self._sampler.generate(request)
             event["tokens"] = len(sampled.token_ids)

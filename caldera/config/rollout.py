@@ -11,6 +11,7 @@ from caldera.config.fields import ConfigGroup, mapping, nested, option, refused
 from caldera.config.model import MtpConfig
 from caldera.config.profiling import RolloutProfilerConfig
 from caldera.config.reasons import (
+    NO_CUSTOM_SERVER,
     NO_PROMETHEUS,
     NO_ROUTER_REPLAY,
     NO_TRANSFER,
@@ -71,8 +72,8 @@ class MultiTurnConfig:
 
 @dataclass
 class CustomServerConfig:
-    path: str | None = refused(None, NO_PROMETHEUS)
-    name: str | None = refused(None, NO_PROMETHEUS)
+    path: str | None = refused(None, NO_CUSTOM_SERVER)
+    name: str | None = refused(None, NO_CUSTOM_SERVER)
 
 
 @dataclass

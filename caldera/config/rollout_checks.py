@@ -17,9 +17,11 @@ OTHER_SAMPLERS = ("trtllm",)
 """Names of verl's that nothing here serves."""
 
 OF_ENGINES = (
-    "engine_python", "tensor_model_parallel_size", "data_parallel_size", "cudagraph_capture_sizes",
-    "disable_log_stats", "multi_stage_wake_up",
+    "engine_python", "tensor_model_parallel_size", "data_parallel_size", "disable_log_stats",
+    "multi_stage_wake_up",
 )  # fmt: skip
+RECORDED = "cudagraph_capture_sizes"
+"""The native sampler takes it as well."""
 TRACE_BACKENDS = ("mlflow", "trackio")
 NOT_OF_ENGINES = ("kv_cache_blocks", "native.exact")
 BUCKETS = "checkpoint_engine.update_weights_bucket_megabytes"
@@ -54,7 +56,8 @@ def check_engine_keys(config: RolloutConfig, key: str) -> None:
     """The keys of engines; `key` is the group that they are in."""
     name = config.name or "native"
     is_engine = name in ENGINE_SAMPLERS
-    for option in NOT_OF_ENGINES if is_engine else (*OF_ENGINES, BUCKETS):
+    of_others = (*OF_ENGINES, BUCKETS) if name == "native" else (*OF_ENGINES, BUCKETS, RECORDED)
+    for option in NOT_OF_ENGINES if is_engine else of_others:
         value, default = _value(config, option), _default(option)
         if value != default:
             takers = "native" if is_engine else "vllm or sglang"

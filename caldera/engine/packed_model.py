@@ -16,7 +16,12 @@ from caldera.engine.base import FrozenStates, OutputName
 from caldera.engine.packing import PackedRows
 from caldera.errors import UnsupportedError
 from caldera.models.exact import exactness, is_exact
-from caldera.models.forward import hidden_states, language_head, value_scores
+from caldera.models.forward import (
+    hidden_states,
+    language_head,
+    refuse_other_layers,
+    value_scores,
+)
 from caldera.models.head import full_kl, head_outputs
 
 PREFIX = "inner."
@@ -32,6 +37,7 @@ class PackedModel(nn.Module):
         """`autocast`: compute in another precision than that of the parameters. `offloads`: keep
         what the backward pass needs in host memory meanwhile."""
         super().__init__()
+        refuse_other_layers(inner)
         self.inner = inner
         self._autocast = autocast
         self._offloads = offloads

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from caldera.errors import UnsupportedError
 from caldera.models.attention import AttentionContext
 
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
 
 def base_module(module: nn.Module) -> PreTrainedModel:
     """The Hugging Face model inside a peft wrapper, or the module itself.
@@ -44,6 +46,17 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
     return layers
 
 
+def refuse_other_layers(module: nn.Module) -> None:
+    """Layers that keep a state of another kind than keys and values would mix up sequences."""
+    config = base_module(module).config.get_text_config()
+    others = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
+    if others:
+        raise UnsupportedError(
+            f"{type(base_module(module)).__name__} has layers of the type "
+            f"{', '.join(sorted(others))}; takes {', '.join(sorted(KNOWN_LAYERS))}"
+        )
+
+
 def hidden_states(
     module: nn.Module, input_ids: Tensor, position_ids: Tensor, context: AttentionContext
 ) -> Tensor:
@@ -65,6 +78,9 @@ def language_head(module: nn.Module) -> Tensor:
         raise UnsupportedError(f"{type(model).__name__} has no bias-free language head")
     if getattr(model.config, "final_logit_softcapping", None) is not None:
         raise UnsupportedError(f"{type(model).__name__} needs logit soft-capping: not supported")
+    for name in ("logits_scaling", "logit_scale"):
+        if getattr(model.config, name, None) not in (None, 1):
+            raise UnsupportedError(f"{type(model).__name__} needs {name}: not supported")
     return cast(Tensor, head.weight)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from caldera.errors import RolloutError
+from caldera.errors import CalderaError, RolloutError
 from caldera.models.forward import base_module
 from caldera.registry import Registry
 from caldera.rollout.weights import copy_weights
@@ -168,6 +168,9 @@ class Rollout(ABC):
         copy_weights(base_module(self.module), stream)
         self.version = version
 
+    def close(self) -> None:  # noqa: B027 -- most hold nothing but memory
+        """Let go of what outlives this process: other processes, files, connections."""
+
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse requests that are too long for `rollout.max_model_len`, or cannot be served."""
         config = self.config
@@ -240,9 +243,14 @@ class StepwiseRollout(Rollout):
         Its `on_finished` is not called.
         """
 
+    def take_failures(self) -> dict[int, CalderaError]:
+        """Requests that have failed since this was last called, each for a reason of its own, while
+        the others go on. Of such a request nothing else is told."""
+        return {}
+
     @abstractmethod
     def has_work(self) -> bool:
-        """Whether any request has not ended."""
+        """Whether any request has not ended, or has failed and was not told of."""
 
 
 RolloutFactory = Callable[["RolloutConfig", nn.Module, torch.device], Rollout]

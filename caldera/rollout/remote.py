@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from caldera.errors import ConfigError, RolloutError, UnsupportedError
+from caldera.errors import CalderaError, ConfigError, RolloutError, UnsupportedError
 from caldera.rollout.base import (
     ROLLOUTS,
     Completion,
-    FinishReason,
     OnFinished,
     OnToken,
     Request,
@@ -58,6 +57,7 @@ class RemoteRollout(StepwiseRollout):
         self._numbers = itertools.count()
         self._calls: dict[int, tuple[asyncio.Task[Completion], OnToken | None, OnFinished | None]]
         self._calls = {}
+        self._failures: dict[int, CalderaError] = {}
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         raise RolloutError(f"{self._client.told}: a server elsewhere does not take weights")
@@ -103,6 +103,8 @@ class RemoteRollout(StepwiseRollout):
         with self.stepping():
             while len(found) < len(requests):
                 self.step()
+                for error in self.take_failures().values():
+                    raise error
         return [found[place] for place in range(len(requests))]
 
     def add(
@@ -123,6 +125,7 @@ class RemoteRollout(StepwiseRollout):
         except BaseException:  # whatever it was, nobody waits for these any more
             for number in list(self._calls):
                 self.abort(number)
+            self._failures.clear()
             raise
 
     def step(self) -> None:
@@ -135,7 +138,11 @@ class RemoteRollout(StepwiseRollout):
             if not task.done():
                 continue
             del self._calls[number]
-            completion = task.result()
+            try:
+                completion = task.result()
+            except CalderaError as error:  # of this request: the others go on
+                self._failures[number] = error
+                continue
             if on_token is not None:
                 for token, value in zip(completion.token_ids, completion.log_probs, strict=True):
                     on_token(number, token, value)
@@ -150,8 +157,12 @@ class RemoteRollout(StepwiseRollout):
         self._loop.run_until_complete(asyncio.wait([call[0]]))
         return Completion([], [], "abort", self.version)
 
+    def take_failures(self) -> dict[int, CalderaError]:
+        failures, self._failures = self._failures, {}
+        return failures
+
     def has_work(self) -> bool:
-        return bool(self._calls)
+        return bool(self._calls or self._failures)
 
     async def _ask(self, request: Request) -> Completion:
         async with self._gate:
@@ -161,12 +172,16 @@ class RemoteRollout(StepwiseRollout):
             choice = answer["choices"][0]
             tokens = [int(token) for token in choice["token_ids"]]
             log_probs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
-            reason: FinishReason = "length" if choice["finish_reason"] == "length" else "stop"
+            reason = choice["finish_reason"]
         except (LookupError, TypeError, ValueError) as error:
             raise RolloutError(
                 f"{self._client.told}: the answer lacks token_ids (return_token_ids) or "
                 f"logprobs.token_logprobs: {answer!r:.500}"
             ) from error
+        if reason not in ("stop", "length"):
+            raise RolloutError(
+                f"{self._client.told} ended a request with {reason!r}: {answer!r:.500}"
+            )
         if len(tokens) != len(log_probs):
             raise RolloutError(
                 f"{self._client.told} gave {len(tokens)} tokens and {len(log_probs)} log-probs"

@@ -163,8 +163,10 @@ class AsyncSampler:
                 self._take_in()
                 if self._engine.has_work():
                     self._engine.step()
+                    self._tell_failures()
                 self._send()
-                self._obey(wait=False)
+                self._carry_out(wait=False)
+        self._send()  # whoever asked for a pause hears of it when no step is under way any more
 
     def _may_step(self) -> bool:
         if self._paused or self._closed:
@@ -172,12 +174,15 @@ class AsyncSampler:
         return bool(self._waiting) or self._engine.has_work()
 
     def _obey(self, wait: bool) -> None:
-        """Carry out the orders that came in; with `wait`, at least one."""
+        """Carry out the orders that came in, and tell; with `wait`, at least one."""
+        self._carry_out(wait)
+        self._send()
+
+    def _carry_out(self, wait: bool) -> None:
         while wait or not self._inbox.empty():
             self._current = self._inbox.get()
             self._current.act()
             wait, self._current = False, None
-        self._send()
 
     def _receive(self, call: _Call) -> None:
         if call.name is not None:
@@ -209,16 +214,26 @@ class AsyncSampler:
         self._named.pop(call.name or "", None)
         self._post(call, partial(call.answer, completion))
 
+    def _tell_failures(self) -> None:
+        for number, error in self._engine.take_failures().items():
+            call = self._running.pop(number, None)
+            if call is not None:
+                self._named.pop(call.name or "", None)
+                self._post(call, partial(call.fail, error))
+
     def _end_call(self, call: _Call) -> bool:
         """Abort a call that has not ended; False if it has."""
         if call in self._waiting:
             del self._waiting[call]
-            completion: Completion | None = Completion([], [], "abort", self._rollout.version)
-        elif self._running.pop(call.number, None) is not None:
-            completion = self._engine.abort(call.number)
+            completion = Completion([], [], "abort", self._rollout.version)
+        elif call.number in self._running:
+            aborted = self._engine.abort(call.number)
+            if aborted is None:  # it has ended with what was still on its way
+                return False
+            completion = aborted
+            del self._running[call.number]
         else:
             return False
-        assert completion is not None, "it has not ended"
         self._named.pop(call.name or "", None)
         self._post(call, partial(call.answer, completion))
         return True
@@ -328,6 +343,8 @@ class _Engine(Protocol):
 
     def abort(self, number: int) -> Completion | None: ...
 
+    def take_failures(self) -> dict[int, CalderaError]: ...
+
     def has_work(self) -> bool: ...
 
 
@@ -368,6 +385,9 @@ class _Batches:
         if self._waiting.pop(number, None) is None:
             return None
         return Completion([], [], "abort", self._rollout.version)
+
+    def take_failures(self) -> dict[int, CalderaError]:
+        return {}
 
     def has_work(self) -> bool:
         return bool(self._waiting)

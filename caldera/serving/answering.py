@@ -127,8 +127,9 @@ class Answer:
     # ---- parts
 
     def text(self, index: int, completion: Completion) -> str:
-        """What was written, up to the string that ended it."""
-        return written(completion, self.asked.samples[index].params, self.model)
+        """What was written, up to the string that ended it, or with that."""
+        params, keeps = self.asked.samples[index].params, self.asked.keeps_stop
+        return written(completion, params, self.model, keeps_stop=keeps)
 
     def message(self, index: int, completion: Completion) -> Json:
         """What the assistant said, with the calls of tools in it, if tools were given."""
@@ -177,14 +178,18 @@ class Answer:
 
 
 def written(
-    completion: Completion, params: SamplingParams, model: ChatModel, special: bool = False
-) -> str:
-    """The text of a completion, without what ended it; with its special tokens if they count."""
+    completion: Completion, params: SamplingParams, model: ChatModel, special: bool = False,
+    keeps_stop: bool = False,
+) -> str:  # fmt: skip
+    """The text of a completion, without the token or, unless that is kept, the string that ended
+    it; with its special tokens if they count."""
     tokens = completion.token_ids
     if completion.finish_reason == "stop" and not params.ignore_eos:
         tokens = tokens[:-1] if tokens[-1:] and tokens[-1] in params.stop_token_ids else tokens
     text = str(model.tokenizer.decode(list(tokens), skip_special_tokens=not special))
-    return text[: min([text.find(stop) for stop in params.stop if stop in text], default=len(text))]
+    found = [(text.find(stop), len(stop)) for stop in params.stop if stop in text]
+    start, length = min(found, default=(len(text), 0))
+    return text[: start + length * keeps_stop]
 
 
 def _ranked(completion: Completion) -> list[list[tuple[int, float]]]:

@@ -32,12 +32,13 @@ COMMON = {
     *RANGES, "ignore_eos", "logprobs", "max_tokens", "model", "n", "return_token_ids", "seed",
     "session_id", "stop", "stop_token_ids", "stream", "stream_options", "top_k", "user",
 }  # fmt: skip
+KEEPS_STOP = "include_stop_str_in_output"
 FIELDS = {
     CHAT: COMMON | {
         "chat_template_kwargs", "max_completion_tokens", "messages", "parallel_tool_calls",
         "tool_choice", "tools", "top_logprobs",
     },
-    TEXT: COMMON | {"prompt"},
+    TEXT: COMMON | {KEEPS_STOP, "prompt"},
 }  # fmt: skip
 TOOL_CHOICES = ("auto", "none")
 
@@ -59,6 +60,8 @@ class Asked:
     tells_tokens: bool
     finds_tools: bool
     """Whether calls of tools are looked for in the answers."""
+    keeps_stop: bool = False
+    """Whether the text of an answer has the stop string that ended it."""
 
     @property
     def comes_whole(self) -> bool:
@@ -140,6 +143,7 @@ def read_request(
     return Asked(
         path, prompts, samples, wants_log_probs, streams, _tells_usage(fields, streams),
         _switch(fields, "return_token_ids"), bool(path == CHAT and tools_of(fields)),
+        _switch(fields, KEEPS_STOP),
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
     POST   /v1/chat/completions  {"messages": [...], ...} -> choices[i].message, usage
     POST   /v1/completions       {"prompt": ..., ...}     -> choices[i].text, usage
     GET    /v1/models            the one that there is
-    GET    /health               200; 503 while requests are turned away
+    GET    /health               200; 503 while requests are turned away, or the sampler has ended
     GET    /metrics              for Prometheus
     GET    /sessions             names of the sessions that are kept
     GET    /sessions/NAME        what was sampled in a session; DELETE forgets it
@@ -16,11 +16,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from urllib.parse import unquote
 
 import caldera.tools.formats  # noqa: F401 -- registers them
-from caldera.errors import CalderaError, DataError
+from caldera.errors import CalderaError, DataError, RolloutError
 from caldera.models.seeds import derive_seed
 from caldera.rollout import AsyncSampler
 from caldera.serving.answering import Answer
@@ -128,7 +129,8 @@ class SessionServer:
         self.turn_away("the server is shutting down")
         self._wait_for_requests(seconds)
         if self.metrics.running.total():
-            asyncio.run(self._sampler.abort())
+            with suppress(RolloutError):  # a sampler that has ended has told whoever waited
+                asyncio.run(self._sampler.abort())
             self._wait_for_requests(SECONDS_TO_REPORT)
         lost = self.metrics.running.total()
         self._http.close()
@@ -162,7 +164,8 @@ class SessionServer:
 
     def _show(self, path: str) -> Reply | None:
         if path == "/health":
-            return json_reply({}) if self._away is None else error_reply(503, self._away)
+            why = self._away or self._why_dead()
+            return json_reply({}) if why is None else error_reply(503, why)
         if path == MODELS:
             return json_reply({"object": "list", "data": [self._model.description()]})
         if path == f"{MODELS}/{self._model.name}":
@@ -174,6 +177,13 @@ class SessionServer:
         if path == "/sessions":
             return json_reply({"sessions": self.recorder.sessions()})
         return self._show_session(path) if path.startswith(SESSIONS) else None
+
+    def _why_dead(self) -> str | None:
+        try:
+            self._sampler.check()
+        except CalderaError as error:
+            return str(error)
+        return None
 
     def _show_session(self, path: str) -> Reply:
         name = path.removeprefix(SESSIONS)

@@ -29,6 +29,10 @@ class WorkerDict(Worker):
         for worker in self.worker_dict.values():
             worker.place(rank, world_size)
 
+    def close(self) -> None:
+        for worker in self.worker_dict.values():
+            worker.close()
+
 
 class ColocatedClass(ClassWithInitArgs):
     """How to build a WorkerDict. Its class is made anew wherever it is unpickled."""

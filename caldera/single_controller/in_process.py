@@ -54,6 +54,8 @@ class InProcessWorkerGroup(WorkerGroup):
 
     def shutdown(self) -> None:
         """Let go of the worker."""
+        for worker in self.workers:
+            worker.close()
         self.workers.clear()
 
 

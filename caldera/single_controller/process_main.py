@@ -84,6 +84,8 @@ def run_rank(settings: RankSettings, connection: Connection) -> None:
             connection.send_bytes(dumps((False, failure)))
             threading.Event().wait()
         connection.send_bytes(reply)
+    if worker is not None:
+        worker.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     faulthandler.unregister(signal.SIGUSR1)

@@ -32,6 +32,9 @@ class Worker:
     def place(self, rank: int, world_size: int) -> None:
         self._placed = rank, world_size
 
+    def close(self) -> None:
+        """Let go of what outlives the process; called when the worker is told to stop."""
+
     @property
     def rank(self) -> int:
         return self._placed[0] if self._placed else int(os.environ.get("RANK", "0"))

@@ -13,7 +13,7 @@ from caldera.tracking.loggers import Generation, Logger
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 1000
-"""Rows that may wait for a back end; those beyond are lost."""
+"""Rows that may wait for a back end, or one task of more; those beyond are lost."""
 FINISH_S = 60.0
 """How long a back end may take, when the run is over, for what it still has to send."""
 
@@ -59,6 +59,11 @@ class Losses:
         """Do it; whether it went well. What goes wrong in a library is nothing to end a run for."""
         try:
             work()
+        except SystemExit as error:  # some libraries give up so
+            if threading.current_thread() is threading.main_thread():
+                raise  # of a signal, which ends the run
+            self.add(f"{type(error).__name__}: {error}")
+            return False
         except Exception as error:  # noqa: BLE001 -- it is counted and told
             self.add(f"{type(error).__name__}: {error}")
             return False
@@ -101,29 +106,42 @@ class Background(Generic[Backend]):
 
     def __init__(self, losses: Losses, name: str, make: Callable[[], Backend]) -> None:
         self.losses = losses
-        self._tasks: queue.Queue[tuple[Callable[[Backend], None] | None, int]] = queue.Queue(
-            MOST_WAITING
+        # Bounded by what its tasks count, not by their number; the end is always taken.
+        self._tasks: queue.SimpleQueue[tuple[Callable[[Backend], None] | None, int]] = (
+            queue.SimpleQueue()
         )
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._in_hand = 0
+        self._is_finished = False
         # A daemon, so that one that hangs does not keep the process.
         self._thread = threading.Thread(target=self._work, args=(make,), name=name, daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
         """Wait for what is still to be sent, but not for ever."""
-        if not self._thread.is_alive():
+        if self._is_finished:
             return
-        self.give(None)
+        self._is_finished = True
+        self._tasks.put((None, 0))
         self._thread.join(FINISH_S)
+        with self._lock:
+            unsent = self._waiting + self._in_hand
         if self._thread.is_alive():
-            waiting = max(self._tasks.qsize(), 1)  # at least: a task may be of several
-            self.losses.add(f"it has not ended within {FINISH_S:g} s", waiting)
+            self.losses.add(f"it has not ended within {FINISH_S:g} s", max(unsent, 1))
+        elif unsent:
+            self.losses.add("its thread has died", unsent)
         self.losses.tell()
 
-    def give(self, task: Callable[[Backend], None] | None, count: int = 1) -> None:
-        """Have the thread do it; `count` is how much is lost if it cannot. None ends the thread."""
-        try:
-            self._tasks.put_nowait((task, count))
-        except queue.Full:
+    def give(self, task: Callable[[Backend], None], count: int = 1) -> None:
+        """Have the thread do it; `count` is how much is lost if it cannot."""
+        with self._lock:
+            is_taken = self._waiting == 0 or self._waiting + count <= MOST_WAITING
+            if is_taken:
+                self._waiting += count
+        if is_taken:
+            self._tasks.put((task, count))
+        else:
             self.losses.add(f"{MOST_WAITING} {self.losses.unit} wait already", count)
 
     def _work(self, make: Callable[[], Backend]) -> None:
@@ -133,12 +151,19 @@ class Background(Generic[Backend]):
             task, count = self._tasks.get()
             if task is None:
                 break
+            self._take(count)
             if not opened:
                 self.losses.add("it could not be opened", count)
             else:
                 self._do(task, opened[0])
+            self._in_hand = 0
         if opened:
             self.losses.attempt(opened[0].finish)
+
+    def _take(self, count: int) -> None:
+        with self._lock:
+            self._waiting -= count
+            self._in_hand = count
 
     def _do(self, task: Callable[[Backend], None], backend: Backend) -> None:
         self.losses.attempt(lambda: task(backend))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TextIO, TypeAlias
 
 from caldera.errors import DataError
 from caldera.registry import Registry
@@ -80,19 +80,24 @@ class FileLogger:
         self._generations = path.with_suffix(".generations.jsonl")
         if self._generations.exists():
             _rewind(self._generations, run.resume_step)
-        self._file = path.open("a", encoding="utf-8", newline="\n")
+        self._file = _open_to_append(path)
 
     def log(self, data: dict[str, float], step: int) -> None:
         self._file.write(json_line({"step": step, "data": data}))
         self._file.flush()
 
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:
-        with self._generations.open("a", encoding="utf-8", newline="\n") as file:
+        with _open_to_append(self._generations) as file:
             for sample in samples:
                 file.write(json_line(dict(zip(GENERATION_COLUMNS, (step, *sample), strict=True))))
 
     def finish(self) -> None:
         self._file.close()
+
+
+def _open_to_append(path: Path) -> TextIO:
+    # A lone surrogate in a decoded answer is no UTF-8; its backslash form is valid JSON.
+    return path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
 def _metrics_path(run: LoggedRun) -> Path:

@@ -7,43 +7,56 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import caldera
-from caldera.config import config_to_yaml
 from caldera.config.fields import walk
 from caldera.errors import DataError
 from caldera.tracking.dumps import write_text_atomic
 from caldera.trainer.bundle_files import fingerprints
+from caldera.trainer.secrets import (
+    SHOWN_VARIABLES,
+    is_shown_variable,
+    masked_arguments,
+    masked_text,
+    masked_yaml,
+)
 
-__all__ = ["COMMAND_VARIABLE", "command_line", "read_bundle", "surroundings", "write_bundle"]
+__all__ = [
+    "COMMAND_VARIABLE", "command_line", "read_bundle", "surroundings", "variables", "write_bundle",
+]  # fmt: skip
 
-FORMAT = 1
+FORMAT = 2
 FILE = "bundle.json"
 COMMAND_VARIABLE = "CALDERA_COMMAND"
 """The command line, as JSON, for a driver that is another process than the one it was given to."""
-KEPT_VARIABLES = ("CALDERA_", "CUDA_VISIBLE_DEVICES", "HF_HUB_", "OMP_", "PYTHONHASHSEED", "VERL_")
-SECRETS = ("KEY", "PASSWORD", "SECRET", "TOKEN")
+PASSED_ON = ("CALDERA_", "HF_HUB_", "VERL_")
+"""Beginnings of the variables that such a driver has from the user's shell."""
 GIT_S = 10.0
 
 
 def write_bundle(folder: Path, config: Any, output_key: str) -> Path:
     """Write `bundle.json` and the resolved config; `output_key` says where the run writes to."""
+    # Ray gives its actors a CUDA_VISIBLE_DEVICES and an OMP_NUM_THREADS of their own.
+    prefixes = PASSED_ON if COMMAND_VARIABLE in os.environ else SHOWN_VARIABLES
     bundle = {
         "format": FORMAT,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command_line(),
+        "command": masked_arguments(command_line()),
+        "nodes": _torchrun_nodes() or 1,
         "directory": os.getcwd(),
         "output_key": output_key,
         "seeds": {key: value for key, _, value in walk(config) if key.endswith("seed")},
-        "environment": _environment(),
+        "variables": list(prefixes),
+        "environment": variables(prefixes),
         **surroundings(),
         "files": fingerprints(config),
     }
-    write_text_atomic(folder / "config.yaml", [config_to_yaml(config)])
+    write_text_atomic(folder / "config.yaml", [masked_yaml(config)])
     write_text_atomic(folder / FILE, [json.dumps(bundle, indent=2, ensure_ascii=False), "\n"])
     return folder
 
@@ -66,7 +79,27 @@ def read_bundle(path: Path) -> dict[str, Any]:
 def command_line() -> list[str]:
     """The command of this run, the interpreter first."""
     given = os.environ.get(COMMAND_VARIABLE)
-    return list(json.loads(given)) if given else list(sys.orig_argv)
+    if given:
+        return list(json.loads(given))
+    nodes = _torchrun_nodes()
+    return list(sys.orig_argv) if nodes is None else _torchrun_command(nodes)
+
+
+def _torchrun_nodes() -> int | None:
+    """The machines of torchrun's run; None: this process is none of torchrun's."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def _torchrun_command(nodes: int) -> list[str]:
+    """What starts all processes, one of which is this. Where several machines meet is unknown."""
+    python, *arguments = sys.orig_argv
+    if arguments[:1] == ["-u"]:  # torchrun's own
+        arguments = arguments[1:]
+    place = "--standalone" if nodes == 1 else f"--nnodes={nodes}"
+    processes = f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"
+    return [python, "-m", "torch.distributed.run", place, processes, *arguments]
 
 
 def surroundings() -> dict[str, Any]:
@@ -82,14 +115,12 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-def _environment() -> dict[str, str]:
-    """Variables that change what a run does, without anything secret."""
+def variables(prefixes: Sequence[str]) -> dict[str, str]:
+    """Variables that change what a run does, of those that begin so, without anything secret."""
     return {
-        name: value
+        name: masked_text(value)
         for name, value in sorted(os.environ.items())
-        if name.startswith(KEPT_VARIABLES)
-        and name != COMMAND_VARIABLE
-        and not any(word in name for word in SECRETS)
+        if is_shown_variable(name) and name.startswith(tuple(prefixes)) and name != COMMAND_VARIABLE
     }
 
 

@@ -19,12 +19,22 @@ READS = re.compile(r"(^|_)(path|files|pretrain|tokenizer)$")
 """The last part of keys that name what a run reads."""
 WRITES = frozenset({"output_path", "save_path", "resume_from_path", "dist_checkpointing_path"})
 """Those that match, and do not."""
+FUNCTION = re.compile(r"(.+\.py):\w+")
+"""A function of a file, which any key may name."""
+UNREADABLE = "unreadable"
 
 Fingerprint = dict[str, Any]
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Size and SHA-256 of a file; of a large one, that of a sample."""
+    """Size and SHA-256 of a file; of a large one, that of a sample; or why it cannot be read."""
+    try:
+        return _fingerprint(path)
+    except OSError as error:
+        return {UNREADABLE: str(error.strerror)}
+
+
+def _fingerprint(path: Path) -> Fingerprint:
     size = path.stat().st_size
     digest = hashlib.sha256()
     is_whole = size <= HASHED_WHOLE
@@ -47,18 +57,25 @@ def fingerprints(config: Any) -> dict[str, dict[str, Fingerprint]]:
     found: dict[str, dict[str, Fingerprint]] = {}
     for key, _, value in walk(config):
         last = key.rpartition(".")[2]
-        if not READS.search(last) or last in WRITES:
-            continue
+        is_read = bool(READS.search(last)) and last not in WRITES
         texts = value if isinstance(value, list) else [value]
         for text in texts:
-            if isinstance(text, str) and text:
-                path = Path(text.removeprefix("file://")).expanduser()
+            if not isinstance(text, str) or not text:
+                continue
+            function = FUNCTION.fullmatch(text)
+            if is_read or function:
+                named = function[1] if function else text
+                path = Path(named.removeprefix("file://")).expanduser()
                 found.setdefault(key, {}).update(_of(path))
     return found
 
 
 def _of(path: Path) -> dict[str, Fingerprint]:
-    return {str(file.absolute()): fingerprint(file) for file in _files(path)}
+    try:
+        files = list(_files(path))
+    except OSError as error:  # a folder that one may not look into
+        return {str(path.absolute()): {UNREADABLE: str(error.strerror)}}
+    return {str(file.absolute()): fingerprint(file) for file in files}
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -25,9 +25,10 @@ from caldera.config import (
 )
 from caldera.errors import CalderaError
 from caldera.tracking.console import CONSOLE
-from caldera.trainer.environment import check_environment
+from caldera.trainer.environment import check_environment, log_level
 
 USER_ERROR = 2
+SFT_LEVEL = "VERL_SFT_LOGGING_LEVEL"
 VERLS_FOLDER = "config"
 """Where verl has its YAML files, relative to its entry points."""
 
@@ -42,13 +43,12 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run_entry_point(work: Callable[[], None]) -> int:
     """Run the work; a mistake of the user's becomes one message and exit status 2."""
-    level = os.environ.get("VERL_LOGGING_LEVEL", "INFO").upper()
     handler = RichHandler(console=CONSOLE, show_path=False, show_time=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
-    logging.getLogger("caldera").setLevel(level)
-    if sft_level := os.environ.get("VERL_SFT_LOGGING_LEVEL"):
-        logging.getLogger("caldera.trainer.sft").setLevel(sft_level.upper())
     try:
+        logging.getLogger("caldera").setLevel(log_level("VERL_LOGGING_LEVEL", "INFO"))
+        if os.environ.get(SFT_LEVEL):
+            logging.getLogger("caldera.trainer.sft").setLevel(log_level(SFT_LEVEL, "INFO"))
         check_environment()
         work()
     except CalderaError as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
-from caldera.errors import UnsupportedError
+from caldera.errors import ConfigError, UnsupportedError
 
 REFUSED = {
     "VERL_DISABLE_FLASH_ATTN_CE": "log-probs always come from the chunked head",
@@ -18,7 +19,19 @@ REFUSED = {
     "VERL_USE_MODELSCOPE": "models come from a folder or from the Hugging Face hub",
 }
 """Why, by the beginning of the name."""
+SECOND_NAMES = ("WARN", "FATAL")
+"""Of levels that the choices name already."""
 OFF = ("", "0", "false")
+
+
+def log_level(variable: str, default: str) -> str:
+    """The level of messages that a variable names; where it is not set, the default."""
+    value = os.environ.get(variable, default)
+    known = logging.getLevelNamesMapping()
+    if value.upper() not in known:
+        names = ", ".join(name for name in known if name not in SECOND_NAMES)
+        raise ConfigError(f"{variable}={value!r}: takes one of {names}")
+    return value.upper()
 
 
 def check_environment() -> None:

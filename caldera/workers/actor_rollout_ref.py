@@ -97,6 +97,10 @@ class ActorRolloutRefWorker(ProfiledWorker):
         self.sharding_manager = ShardingManager(self.actor, self.rollout, free_cache)
         self.actor.offload()
 
+    def close(self) -> None:
+        if hasattr(self, "rollout"):  # not before `init_model`
+            self.rollout.close()
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=PROMPTS)
     @profiled("rollout")
     def generate_sequences(self, prompts: DataProto) -> DataProto:

@@ -51,6 +51,10 @@ class SamplerWorker(Worker):
                 "made for %d (max_position_embeddings)", asked, most,
             )  # fmt: skip
 
+    def close(self) -> None:
+        if hasattr(self, "rollout"):  # not before `init_model`
+            self.rollout.close()
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=(PROMPT_IDS, SEEDS))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Sample as many answers a row as it has seeds; returns their tokens, without padding."""

@@ -23,6 +23,7 @@ from caldera.config.generation_checks import check_generation
 from caldera.config.offline import GenerationConfig
 from caldera.errors import ConfigError, DataError, RolloutError
 from caldera.rollout import server_client
+from caldera.trainer.bundle import read_bundle
 from caldera.trainer.generation.parts import Parts
 from caldera.trainer.generation.run import generate
 
@@ -72,6 +73,9 @@ def test_columns_are_kept_and_answers_added(lab: Any, reference: Path) -> None:
     assert len({text for texts in answers for text in texts}) > 5
     assert any(len(set(texts)) > 1 for texts in answers)  # the samples of a prompt differ
     assert not reference.with_name("out.parquet.parts").exists()
+    bundle = read_bundle(reference.with_name("out.parquet.bundle"))
+    assert bundle["output_key"] == "data.output_path"
+    assert list(bundle["files"]["data.path"]) == [str(lab.test_file)]
 
 
 @pytest.mark.slow
@@ -132,7 +136,7 @@ def test_answers_do_not_depend_on_the_number_of_processes(
     done = run(lab, "generate", *arguments(lab, output, "trainer.n_gpus_per_node=3"))
     assert done.returncode == 0, done.stderr
     assert responses(output) == responses(reference)
-    assert list(output.parent.iterdir()) == [output]
+    assert sorted(output.parent.iterdir()) == [output, output.with_name(f"{output.name}.bundle")]
 
 
 def test_answers_of_hf_do_not_depend_on_the_batch_size(lab: Any, tmp_path: Path) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import sys
 import tempfile
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +16,9 @@ from torch import nn
 from caldera.errors import UnsupportedError
 from caldera.models.forward import base_module
 from caldera.rollout.base import ROLLOUTS
+from caldera.rollout.engines.folders import own_folder
 from caldera.rollout.engines.host.caldera_engine.base import SteppedEngine
-from caldera.rollout.engines.options import KEY, engine_arguments, engine_environment
+from caldera.rollout.engines.options import KEY, engine_arguments, engine_environment, reseeded
 from caldera.rollout.engines.process import EngineProcess
 from caldera.rollout.engines.rollout import EngineRollout
 from caldera.rollout.precision import sampling_dtype
@@ -47,9 +46,9 @@ def _build(
     if config.engine_python is None:
         _require(name)
     dtype = sampling_dtype(module, config.dtype, device)
-    folder = tempfile.mkdtemp(prefix="caldera-model-")
-    _write_config(module, Path(folder))
-    arguments = engine_arguments(name, config, folder, device)
+    folder = own_folder("caldera-model", Path(tempfile.gettempdir()))
+    _write_config(module, folder)
+    arguments = engine_arguments(name, config, str(folder), device)
     arguments["dtype"] = str(dtype).removeprefix("torch.")
     environment = engine_environment(name, config, device)
     python = config.engine_python
@@ -59,13 +58,12 @@ def _build(
     else:
         # SGLang, when it is shut down, ends every child of the process that it is in.
         path = sys.executable if python is None else os.path.expanduser(python)
+        rank = int(os.environ.get("RANK", "0"))
         engines = [
-            EngineProcess(path, name, arguments, environment)
-            for _ in range(config.data_parallel_size)
+            EngineProcess(path, name, reseeded(name, arguments, rank, replica), environment)
+            for replica in range(config.data_parallel_size)
         ]
-    rollout = EngineRollout(name, config, module, device, engines, dtype)
-    weakref.finalize(rollout, shutil.rmtree, folder, ignore_errors=True)
-    return rollout
+    return EngineRollout(name, config, module, device, engines, dtype, folder)
 
 
 def _require(name: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from caldera.errors import RolloutError
+from caldera.rollout.engines.folders import own_folder
 from caldera.rollout.engines.host.caldera_engine.buckets import (
     ALIGNMENT,
     Bucket,
@@ -30,7 +30,7 @@ class WeightFiles:
         """Weights are kept in `dtype`; a file has `bucket_bytes`, or one tensor that is larger."""
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
-        self._folder = Path(tempfile.mkdtemp(prefix="caldera-weights-", dir=root))
+        self._folder = own_folder("caldera-weights", root)
         self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self.buckets: list[Bucket] | None = None
         """None before the first weights."""

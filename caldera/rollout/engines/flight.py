@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from caldera.errors import RolloutError
+from caldera.models.seeds import derive_seed
 from caldera.rollout.base import (
     Completion,
     Decode,
@@ -15,6 +16,8 @@ from caldera.rollout.engines.host.caldera_engine.base import Event
 from caldera.rollout.stops import completes_a_stop
 
 NOWHERE = -1
+ENDS: dict[str | None, FinishReason | None] = {None: None, "stop": "stop", "length": "length"}
+"""What an engine says of a request that goes on, or has ended well."""
 
 
 class Flight:
@@ -44,6 +47,12 @@ class Flight:
     @property
     def lacks_prompt_log_probs(self) -> bool:
         return self.request.params.prompt_logprobs and self.prompt_log_probs is None
+
+    @property
+    def seed(self) -> int:
+        """Of the tokens that are still to come: those that are there have had their numbers."""
+        seed, known = self.request.seed, len(self.token_ids)
+        return derive_seed(seed, "on", known) if known else seed
 
     def take_off(self, replica: int, engine_number: int) -> None:
         """An engine has it, under a number of its own."""
@@ -83,9 +92,7 @@ class Flight:
                 self.on_token(self.number, token, log_prob)
             if params.stop and decode and completes_a_stop(self.token_ids, params.stop, decode):
                 return "stop"
-        if event.finish_reason is None:
-            return None
-        return "length" if event.finish_reason == "length" else "stop"
+        return ENDS[event.finish_reason]
 
     def completion(self, reason: FinishReason, version: int) -> Completion:
         """What there is; `version` counts if there is nothing."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from caldera.errors import ConfigError, UnsupportedError
+from caldera.models.seeds import derive_seed
 from caldera.rollout.base import SamplingParams
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ CPU_BLOCK = 32
 """Tokens of a page of vLLM's cache on a CPU, whose kernels take multiples of this."""
 MEMORY_ON_CPU = 0.1
 """Share of the host's memory that SGLang's cache takes on a CPU."""
+
+SEED = "random_seed"
+SEEDS = 2**31
 
 Arguments = dict[str, Any]
 
@@ -42,6 +46,14 @@ def engine_arguments(
             f"{KEY}.engine_kwargs.{name}.{taken[0]}={chosen[taken[0]]!r}: Caldera sets it"
         )
     return {**arguments, **chosen}
+
+
+def reseeded(name: str, arguments: Arguments, *path: int) -> Arguments:
+    """The arguments with a seed of SGLang's own for this rank, replica or start: its random stream
+    would be the same in all of them. vLLM's seeds are those of requests."""
+    if name != "sglang":
+        return arguments
+    return {**arguments, SEED: derive_seed(arguments[SEED], *path) % SEEDS}
 
 
 def longest(config: RolloutConfig) -> int:
@@ -85,7 +97,7 @@ def _sglang(config: RolloutConfig, model: str, on_cpu: bool) -> Arguments:
         "dtype": config.dtype,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "random_seed": config.seed,
+        SEED: config.seed,
         "context_length": longest(config),
         "max_running_requests": config.max_num_seqs,
         "max_prefill_tokens": _batched_tokens(config),

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,12 +16,14 @@ from caldera.rollout.engines.host import __path__ as host_path
 from caldera.rollout.engines.host.caldera_engine.base import Event
 from caldera.rollout.engines.host.caldera_engine.buckets import Bucket
 from caldera.rollout.engines.host.caldera_engine.frames import Frames, Message
+from caldera.rollout.engines.options import reseeded
 
 OF_THIS_PROCESS = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 """Variables of a worker, which an engine would take for its own."""
 LINES_SHOWN = 15
+BYTES_SHOWN = 1 << 14
 SECONDS_TO_END = 10.0
 
 
@@ -40,10 +43,13 @@ class EngineProcess:
         self._arguments = arguments
         self._environment = environment
         self._told = f"actor_rollout_ref.rollout.engine_python={python!r} ({name})"
+        self._starts = 0
+        self._end: Callable[[], object] | None = None
         self.start()
 
     def start(self) -> None:
         """Begin, or begin anew after the process has died; returns when the engine is up."""
+        self.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the process
         command = [*self._command, str(theirs.fileno()), self._name]
@@ -61,12 +67,16 @@ class EngineProcess:
         self._events: list[Event] = []
         self._end = weakref.finalize(self, _end, self._process, self._frames, self._log)
         try:
-            self._frames.send(self._arguments)
+            self._frames.send(reseeded(self._name, self._arguments, self._starts))
             self._answer()
-        except (EngineDied, RolloutError, OSError) as error:
+        except EngineDied as error:  # which tells the last lines
+            self.close()
+            raise RolloutError(f"{self._told} does not start: {error}") from error
+        except (RolloutError, OSError) as error:
             shown = self._last_lines()
-            self._end()
-            raise RolloutError(f"{self._told} does not start: {error}\n{shown}") from error
+            self.close()
+            raise RolloutError(f"{self._told} does not start: {error}{shown}") from error
+        self._starts += 1
 
     @property
     def pid(self) -> int:
@@ -108,7 +118,8 @@ class EngineProcess:
         self._call("wake_up", part=part)
 
     def close(self) -> None:
-        self._end()
+        if self._end is not None:
+            self._end()
 
     def _call(self, what: str, **arguments: Any) -> Any:
         self._send({"do": what, **arguments})
@@ -142,13 +153,17 @@ class EngineProcess:
         try:
             code = self._process.wait(SECONDS_TO_END)
         except subprocess.TimeoutExpired:
-            return f"process {self.pid} has closed its socket"
-        return f"process {self.pid} has ended with status {code}"
+            return f"process {self.pid} has closed its socket{self._last_lines()}"
+        return f"process {self.pid} has ended with status {code}{self._last_lines()}"
 
     def _last_lines(self) -> str:
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-LINES_SHOWN:])
+        """Of its log, each behind a line break; nothing once it was closed here."""
+        if self._log.closed:
+            return ""
+        number = self._log.fileno()  # whose position is the process's, too, so that it must stay
+        size = os.fstat(number).st_size
+        text = os.pread(number, BYTES_SHOWN, max(0, size - BYTES_SHOWN)).decode(errors="replace")
+        return "".join(f"\n{line}" for line in text.splitlines()[-LINES_SHOWN:])
 
     def _environ(self) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if key not in OF_THIS_PROCESS}

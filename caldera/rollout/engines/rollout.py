@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shutil
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from caldera.errors import RolloutError
+from caldera.errors import CalderaError, RolloutError
 from caldera.models.loading import exported_weights
 from caldera.rollout.base import (
     Completion,
@@ -23,7 +26,7 @@ from caldera.rollout.base import (
     StepwiseRollout,
 )
 from caldera.rollout.engines.files import WeightFiles
-from caldera.rollout.engines.flight import Flight
+from caldera.rollout.engines.flight import ENDS, Flight
 from caldera.rollout.engines.host.caldera_engine.base import Event, SteppedEngine
 from caldera.rollout.engines.options import check_params, longest, params_as_message
 from caldera.rollout.engines.probe import Probe, probe_module
@@ -52,9 +55,13 @@ class EngineRollout(StepwiseRollout):
 
     def __init__(
         self, name: str, config: RolloutConfig, module: nn.Module, device: torch.device,
-        engines: Sequence[SteppedEngine], dtype: torch.dtype,
+        engines: Sequence[SteppedEngine], dtype: torch.dtype, folder: Path | None = None,
     ) -> None:  # fmt: skip
+        """`folder` is what the engines were started from; it is removed with them."""
         super().__init__(config, module, device)
+        if folder is not None:
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._folder = folder
         self._name = name
         self._engines = list(engines)
         self._dtype = dtype
@@ -70,6 +77,7 @@ class EngineRollout(StepwiseRollout):
         self._flights: dict[int, Flight] = {}
         self._grounded: dict[int, Flight] = {}  # those that no engine has
         self._in_engine: dict[int, Flight] = {}  # by the number that the engine knows
+        self._failures: dict[int, CalderaError] = {}
         self.trainer_dtype = torch.float32
         """Precision in which the trainer computes log-probs."""
         self.restarts = 0
@@ -117,10 +125,12 @@ class EngineRollout(StepwiseRollout):
         self._awake = self._awake or part != "weights"
 
     def close(self) -> None:
-        """End the engines and remove the files."""
+        """Remove the files, first, since there may be little time, and end the engines."""
+        self._files.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
         for engine in self._engines:
             engine.close()
-        self._files.close()
 
     def _sleep(self, place: int) -> bool:
         try:
@@ -221,6 +231,8 @@ class EngineRollout(StepwiseRollout):
         with self.stepping():
             while len(completions) < len(requests):
                 self.step()
+                for error in self.take_failures().values():
+                    raise error
         return [completions[place] for place in range(len(requests))]
 
     def add(
@@ -242,8 +254,12 @@ class EngineRollout(StepwiseRollout):
         self._leave(flight)
         return flight.completion("abort", self.version)
 
+    def take_failures(self) -> dict[int, CalderaError]:
+        failures, self._failures = self._failures, {}
+        return failures
+
     def has_work(self) -> bool:
-        return bool(self._flights)
+        return bool(self._flights or self._failures)
 
     # ---- steps
 
@@ -252,9 +268,13 @@ class EngineRollout(StepwiseRollout):
         try:
             yield
         except BaseException:  # whatever it was, nobody waits for these any more
-            self._withdraw()
-            self._flights.clear()
-            self._grounded.clear()
+            try:
+                self._withdraw()
+            finally:
+                for flight in self._in_engine.values():
+                    self._router.release(flight.replica)
+                for kept in (self._flights, self._grounded, self._in_engine, self._failures):
+                    kept.clear()
             raise
 
     def step(self) -> None:
@@ -292,7 +312,9 @@ class EngineRollout(StepwiseRollout):
             except EngineDied as error:
                 self._revive(place, error)
                 return  # the next step brings the weights first
-            del self._grounded[flight.number]
+            except ValueError as error:  # of this request: the others go on
+                self._fail(flight, str(error))
+            self._grounded.pop(flight.number, None)
 
     def _send(self, flight: Flight, place: int) -> None:
         number = next(self._engine_numbers)
@@ -303,14 +325,15 @@ class EngineRollout(StepwiseRollout):
         message = params_as_message(request.params, left)
         message["prompt_logprobs"] = flight.lacks_prompt_log_probs
         prompt = [*request.prompt_ids, *flight.token_ids]
-        self._engines[place].add(number, prompt, message, request.seed)
+        self._engines[place].add(number, prompt, message, flight.seed)
 
     def _take_in(self, event: Event) -> None:
         flight = self._in_engine.get(event.number)
         if flight is None:  # aborted meanwhile
             return
-        if event.error is not None:
-            raise RolloutError(f"{self._name} refuses a request: {event.error}")
+        if event.error is not None or event.finish_reason not in ENDS:
+            self._fail(flight, event.error or f"it was ended with {event.finish_reason!r}")
+            return
         reason = flight.take(event, self.decode)
         if reason is None:
             return
@@ -319,6 +342,12 @@ class EngineRollout(StepwiseRollout):
         self._deaths[flight.replica] = 0
         if flight.on_finished is not None:
             flight.on_finished(flight.number, flight.completion(reason, self.version))
+
+    def _fail(self, flight: Flight, why: str) -> None:
+        """The engine does not go on with it; the others do."""
+        del self._flights[flight.number], self._in_engine[flight.engine_number]
+        self._router.release(flight.replica)
+        self._failures[flight.number] = RolloutError(f"{self._name} refuses a request: {why}")
 
     def _leave(self, flight: Flight, tell: bool = True) -> None:
         """The flight ends; `tell` the engine, which goes on with it otherwise."""
@@ -349,5 +378,10 @@ class EngineRollout(StepwiseRollout):
             flight = self._in_engine.pop(number, None)
             if flight is not None:
                 self._router.release(flight.replica)
-                flight.land()
-                self._grounded[flight.number] = flight
+                try:
+                    flight.land()
+                except RolloutError as error:  # the others go on
+                    self._failures[flight.number] = error
+                    self._flights.pop(flight.number, None)
+                else:
+                    self._grounded[flight.number] = flight

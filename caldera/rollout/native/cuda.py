@@ -46,10 +46,22 @@ class CudaRunner(Runner):
         self._sizes = sorted({*sizes, config.max_num_seqs})
         self._is_exact = config.native.exact
         self._twin: Twin | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._weights_move = False  # as they do when the trainer offloads them
+
+    def rest(self) -> None:
+        if self._weights_move:  # the twin would hold the old ones, and its steps are of no use
+            self._release()
+
+    def _release(self) -> None:
+        self._twin = self._graphs = None
+        self._module, self._trunk = self._source, plain_trunk(self._source)
 
     def prepare(self, weights_changed: bool) -> None:
-        if self._twin is None or self._twin.has_moved:
-            self._twin = None  # before the next one needs the memory
+        if self._twin is not None and self._twin.has_moved:
+            self._weights_move = True
+            self._release()  # before the next one needs the memory
+        if self._twin is None:
             self._twin = Twin(self._source, self._dtype)
             self._module = self._twin.module
             make_trunk = plain_trunk if self._is_exact else compiled_trunk
@@ -105,11 +117,12 @@ class CudaRunner(Runner):
         self._state.find(cache)
         self._enter_known(step.rows, step.token_ids)
         drawn = np.zeros(len(step.rows))
-        temperature = np.zeros(len(step.rows), dtype=np.float32)
+        temperature = np.zeros(len(step.rows))
         if sampling is not None:
             drawn = uniforms(sampling.seed, sampling.generated)
             temperature = sampling.temperature
         inputs = step_inputs(step.rows, step.lengths - 1, step.slots, drawn, temperature)
+        assert self._graphs is not None, "steps are prepared for"
         chosen = self._graphs.run(inputs)
         return Output(chosen.logits, None, chosen.told if sampling is not None else None)
 

@@ -117,6 +117,7 @@ class NativeRollout(StepwiseRollout):
         self._awake = False
         self._land_all()
         self._drop_cache()
+        self._runner.rest()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -235,12 +236,13 @@ class NativeRollout(StepwiseRollout):
         listened = np.flatnonzero(running.listened[rows] & alive).tolist()
         heard = [(index, running.at(rows[index])) for index in listened]
         finished = self._scheduler.update(flight.step, flight.positions, alive, tokens, log_probs)
+        for sequence in finished:  # before anyone is told, who may abort something
+            del self._present[sequence.number]
+            self._demanding.discard(sequence.number)
         for index, sequence in heard:
             assert sequence.on_token is not None, "someone listens"
             sequence.on_token(sequence.number, int(tokens[index]), float(log_probs[index]))
         for sequence in finished:
-            del self._present[sequence.number]
-            self._demanding.discard(sequence.number)
             if sequence.on_finished is not None:
                 sequence.on_finished(sequence.number, self._completion(sequence))
 
@@ -312,10 +314,12 @@ class NativeRollout(StepwiseRollout):
         key = "actor_rollout_ref.rollout.native.exact=True"
         if self.device.type == "cuda" and self.config.enforce_eager:
             raise UnsupportedError(f"{key}: on CUDA it needs rollout.enforce_eager=False")
-        if not isinstance(self._precision(), nullcontext):
+        dtypes = {parameter.dtype for parameter in self.module.parameters()}
+        if dtypes != {self._dtype}:  # adapters may have one of their own
             raise UnsupportedError(
                 f"{key} with actor_rollout_ref.rollout.dtype={self.config.dtype} (null is bfloat16 "
-                "on CUDA): takes the dtype of the parameters, actor.fsdp_config.model_dtype"
+                "on CUDA): takes that of all parameters, which are "
+                f"{', '.join(sorted(map(str, dtypes)))}"
             )
 
     def _check(self, requests: Many[Request]) -> None:
@@ -326,11 +330,7 @@ class NativeRollout(StepwiseRollout):
         demands = [pages_for(len(r.prompt_ids) + r.params.max_tokens) for r in requests]
         largest = max(demands)
         if largest > self._blocks.pages and largest > (pages := self._most_pages()):
-            raise RolloutError(
-                f"request {demands.index(largest)} needs {largest} pages of {PAGE_SIZE} tokens, "
-                f"the key/value cache has {pages}: set rollout.kv_cache_blocks or "
-                "rollout.gpu_memory_utilization higher, or rollout.response_length lower"
-            )
+            raise _too_small(f"request {demands.index(largest)}", largest, pages)
 
     def _most_pages(self) -> int:
         """Pages that the cache could have."""
@@ -358,6 +358,10 @@ class NativeRollout(StepwiseRollout):
         elif self._cache is not None:
             useful = max(useful, 2 * self._cache.pages)  # each time, what it holds is copied
         pages = self.config.kv_cache_blocks or min(useful, self._most_pages())
+        # Memory may have become less since the requests were taken in.
+        largest = max(pages_for(sequence.max_length) for sequence in self._present.values())
+        if largest > pages:
+            raise _too_small("a request", largest, pages)
         if self._cache is None:
             self._blocks.grow(pages)
             return KVCache(self._cache_shape, pages, self.device)
@@ -370,3 +374,11 @@ class NativeRollout(StepwiseRollout):
         self._scheduler.restart()
         self._blocks.drop()
         self._cache = None
+
+
+def _too_small(who: str, needed: int, pages: int) -> RolloutError:
+    return RolloutError(
+        f"{who} needs {needed} pages of {PAGE_SIZE} tokens, the key/value cache has {pages}: "
+        "set rollout.kv_cache_blocks or rollout.gpu_memory_utilization higher, or "
+        "rollout.response_length lower"
+    )

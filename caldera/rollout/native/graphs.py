@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from caldera.errors import UnsupportedError
 from caldera.models.attention import AttentionLayer
 from caldera.models.exact_mode import in_exactness
 from caldera.rollout.native.blocks import PAGE_SIZE, pages_for
@@ -114,9 +115,16 @@ class DecodeGraphs:
         self._body(inputs)  # what is made when it first runs must not be recorded
         torch.cuda.synchronize(inputs.device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may be busy with other things on the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            chosen = self._body(inputs)
+        try:  # other threads may be busy with other things on the device meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                chosen = self._body(inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # such as a model that looks at positions on the host
+            raise UnsupportedError(
+                f"a step of this model cannot be recorded ({error}): "
+                "set actor_rollout_ref.rollout.enforce_eager=True"
+            ) from error
         self._pool = graph.pool()
         return graph, chosen
 
@@ -137,13 +145,13 @@ def step_inputs(
     positions: NDArray[np.int64],
     slots: NDArray[np.int64],
     uniform: NDArray[np.float64],
-    temperature: NDArray[np.float32],
+    temperature: NDArray[np.float64],
 ) -> NDArray[np.int32]:
     """What a step is told, (5, B)."""
     told = np.empty((INPUTS, len(rows)), dtype=np.int32)
     told[0], told[1], told[2] = rows, positions, slots // PAGE_SIZE
     told[3] = uniform.astype(np.float32).view(np.int32)
     with np.errstate(divide="ignore"):
-        inverse = np.where(temperature == 0, np.float32(0), np.float32(1) / temperature)
+        inverse = np.where(temperature == 0, 0.0, 1.0 / temperature)
     told[4] = inverse.astype(np.float32).view(np.int32)
     return told

@@ -38,6 +38,9 @@ class Runner:
     def prepare(self, weights_changed: bool) -> None:
         """To be called before the steps that follow, in which the weights do not change."""
 
+    def rest(self) -> None:
+        """Nothing is run for a while: give back what is easily made again."""
+
     def run(self, step: Step, cache: KVCache, sampling: SamplingRows | None) -> Output:
         """`sampling`: how tokens may be chosen here, if the device can do that alone."""
         if isinstance(step, Decode):

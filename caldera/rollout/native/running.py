@@ -94,7 +94,7 @@ class Running:
         self._tokens: NDArray[np.int32] = np.zeros((size, 0), dtype=np.int32)  # by position
         self._log_probs: NDArray[np.float32] = np.zeros((size, 0), dtype=np.float32)
         self._stops: IntArray = np.full((size, 1), NO_TOKEN, dtype=np.int64)
-        self._temperature = _zeros(size, np.float32)
+        self._temperature = _zeros(size, np.float64)
         self._top_k = _zeros(size, np.int64)
         self._top_p = _zeros(size, np.float64)
         self._min_p = _zeros(size, np.float64)

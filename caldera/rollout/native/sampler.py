@@ -19,7 +19,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 class SamplingRows:
     """The parameters of a batch's rows, one entry a row."""
 
-    temperature: NDArray[np.float32]
+    temperature: NDArray[np.float64]
     top_k: IntArray
     top_p: NDArray[np.float64]
     min_p: NDArray[np.float64]
@@ -87,7 +87,7 @@ def sample(
     if greedy.all():
         tokens = logits.argmax(-1)
         return _told(tokens, (plain if raw_log_probs else logits).log_softmax(-1))
-    scaled = _scale(logits, np.where(greedy, np.float32(1), rows.temperature))
+    scaled = _scale(logits, np.where(greedy, 1.0, rows.temperature).astype(np.float32))
     scaled = _filter(
         scaled,
         np.where(greedy, -1, rows.top_k),

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from caldera.models.forward import decoder_layers
+
 STACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that multiply the same input."""
 
@@ -31,8 +33,8 @@ class Twin:
         for parameter in module.parameters():
             memo[id(parameter)] = self._counterpart(parameter, dtype)
         self.module = copy.deepcopy(module, memo)
-        for part in self.module.modules():
-            part.__dict__.pop("forward", None)  # compiled for training, and the module's own
+        for layer in decoder_layers(self.module):
+            layer.__dict__.pop("forward", None)  # compiled for training, and the module's own
         self._stacks = [
             _stack(container, names) for container in self.module.modules() for names in STACKS
         ]

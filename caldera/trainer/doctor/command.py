@@ -20,7 +20,7 @@ from caldera.trainer.doctor.engines import (
     check_engines,
     check_native,
 )
-from caldera.trainer.doctor.findings import Check, Finding, State
+from caldera.trainer.doctor.findings import Check, Finding, State, broken
 from caldera.trainer.doctor.interpreters import ask_each
 from caldera.trainer.doctor.machine import (
     check_disk,
@@ -86,13 +86,26 @@ def examine(engine_python: Path | None) -> list[Finding]:
     found = ask_each(sys.executable, modules | ENGINES)
     findings = [*check_python(), *check_libraries(found)]
     if not any(f.state is State.BROKEN for f in findings if f.name in TO_COMPUTE):
-        findings += [*check_cuda(), *check_native()]
+        findings += [*tried(check_cuda), *tried(check_native)]
     if engine_python is None:
         findings += check_engines(found)
     else:
         findings += check_engine_python(engine_python)
     for check in MACHINE:
-        findings += check()
+        findings += tried(check)
+    return findings
+
+
+def tried(check: Check) -> list[Finding]:
+    """What a check finds; one that cannot import or read what it needs has found just that."""
+    findings: list[Finding] = []
+    try:
+        findings.extend(check())
+    except (ImportError, OSError) as error:
+        name = getattr(check, "__name__", "").removeprefix("check_").replace("_", " ")
+        first = (str(error).splitlines() or [""])[0]
+        told = f"could not be looked at: {type(error).__name__}: {first}"
+        findings.append(broken(name, told, "mend the libraries that are broken, and look again"))
     return findings
 
 

@@ -19,6 +19,7 @@ from caldera.config.offline import GenerationConfig
 from caldera.errors import ConfigError, DataError
 from caldera.tracking.dumps import write_text_atomic
 from caldera.trainer.generation.questions import RESPONSES, Questions
+from caldera.trainer.secrets import masked_values
 
 MANIFEST = "manifest.json"
 ANSWERS = pyarrow.schema([(RESPONSES, pyarrow.list_(pyarrow.string()))])
@@ -123,7 +124,7 @@ def manifest_of(config: GenerationConfig, questions: Questions) -> dict[str, Any
         free.add("rollout.max_num_seqs")  # others may draw the sequences of a batch together
     keys = {key: value for key, _, value in walk(config) if key not in free}
     fixed = {key: value for key, value in keys.items() if not key.startswith(FREE_GROUPS)}
-    return {**fixed, INPUT: questions.fingerprint}
+    return {**masked_values(fixed), INPUT: questions.fingerprint}
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from caldera.config.generation_checks import resolve_generation
 from caldera.config.offline import GenerationConfig
 from caldera.errors import UnsupportedError
 from caldera.tracking import TrainingProgress
+from caldera.trainer.bundle import write_bundle
 from caldera.trainer.generation.parts import Parts, manifest_of
 from caldera.trainer.generation.questions import Questions, read_questions
 
@@ -61,6 +62,7 @@ def write_answers(config: GenerationConfig, make_groups: MakeGroups | None = Non
             logger.warning("%s exists, and will be replaced in the end", output)
         _sample_missing(config, questions, parts, make_groups)
         parts.join(questions.table)
+        write_bundle(output.with_name(f"{output.name}.bundle"), config, "data.output_path")
     logger.info("written: %s, %d prompts with %d answers each", output, rows, config.data.n_samples)
 
 

@@ -108,11 +108,20 @@ def migrate(path: Path, output: Path | None = None) -> int:
     if not found:
         known = ", ".join(sorted(TARGETS))
         raise ConfigError(f"{path} starts none of verl's entry points ({known})")
+    if output is not None:
+        _check_output(output)
     if output is not None and len(found) > 1:
         raise ConfigError(f"--output={str(output)!r}: {path} has {len(found)} commands; takes one")
     clean = [_tell(path, launch, place, output) for launch, place in found]
     _section("Notes", script.notes)
     return 0 if all(clean) else SOMETHING_REFUSED
+
+
+def _check_output(output: Path) -> None:
+    if output.suffix != ".yaml":
+        raise ConfigError(f"--output={str(output)!r}: takes a file whose name ends in .yaml")
+    if output.exists():
+        raise ConfigError(f"--output={str(output)!r} exists already; remove it, or take another")
 
 
 def _entry(words: Sequence[str]) -> int | None:

@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from caldera.agent_loop.output import COLUMN
 from caldera.data import Batch, object_array
+from caldera.errors import ConfigError
 from caldera.models.seeds import derive_seed
 from caldera.protocol import DataProto
 from caldera.reward import ROWS
 
+SINGLE_TURN = "single_turn_agent"
 SAMPLER_TENSORS = ["input_ids", "attention_mask", "position_ids"]
 
 
@@ -42,3 +45,17 @@ def stamp_rows(
             [{key: column[row] for key, column in columns.items()} for row in range(len(batch))]
         )
     return prompts, batch
+
+
+def check_loops(rows: DataProto, answers: DataProto) -> None:
+    """Refuse answers of single turns to rows that ask for agent loops, as those of a data set may
+    that cannot tell of its columns before the run."""
+    if COLUMN in answers.non_tensor_batch:
+        return
+    asked = {str(name) for name in rows.non_tensor_batch.get("agent_name", ()) if name}
+    if others := sorted(asked - {SINGLE_TURN}):
+        raise ConfigError(
+            f"rows ask for the agent loops {', '.join(others)}, but no loop runs: the data set has "
+            "no column_values(name), which would tell of them. Define it, or set "
+            "actor_rollout_ref.rollout.multi_turn.enable=True"
+        )

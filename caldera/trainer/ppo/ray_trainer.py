@@ -61,7 +61,7 @@ from caldera.trainer.ppo.metrics import (
     compute_timing_metrics,
     marked_timer,
 )
-from caldera.trainer.ppo.prompts import stamp_rows
+from caldera.trainer.ppo.prompts import check_loops, stamp_rows
 from caldera.trainer.ppo.reward_servers import RewardServers
 from caldera.trainer.ppo.rewards import (
     component_metrics,
@@ -246,6 +246,7 @@ class RayPPOTrainer:
         )
         with marked_timer("gen", timing):
             answers = self.actor_rollout_wg.generate_sequences(prompts)
+        check_loops(batch, answers)
         waited_for_rewards(answers, timing)
         if self.config.algorithm.adv_estimator == "remax":
             with marked_timer("gen_max", timing):

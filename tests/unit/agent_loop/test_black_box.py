@@ -14,7 +14,7 @@ from caldera.agent_loop.black_box import black_box_metrics
 from caldera.agent_loop.loading import read_loops
 from caldera.agent_loop.manager import AgentLoops
 from caldera.agent_loop.output import COLUMN, TrajectoryFacts
-from caldera.errors import ConfigError, RolloutError
+from caldera.errors import ConfigError
 from caldera.protocol import DataProto, tensors_of
 from caldera.rollout import NativeRollout, SamplingParams
 
@@ -97,6 +97,14 @@ def without_session(base_url, session_id, row):
 
 def returns_text(base_url, session_id, row):
     return "well done"
+
+
+def returns_its_row(base_url, session_id, row):
+    return {"score": 1.0, **row}
+
+
+def returns_a_coroutine(base_url, session_id, row):
+    return two_turns(base_url, session_id, row)
 
 
 def takes_one(base_url):
@@ -234,9 +242,24 @@ def test_requests_without_their_session_are_refused(run: Run) -> None:
     assert "x-session-id" in fact.extra_fields["told"]
 
 
-def test_what_an_agent_returns_is_read_strictly(run: Run) -> None:
-    with pytest.raises(RolloutError, match="returned 'well done': takes None, a finite number"):
-        run("returns_text", [{}])
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("returns_text", "returned 'well done': takes None, a finite number"),
+        ("returns_its_row", "returned raw_prompt, uid: the row has columns of that name"),
+    ],
+)
+def test_what_an_agent_returns_is_read_strictly(
+    run: Run, caplog: pytest.LogCaptureFixture, function: str, message: str
+) -> None:
+    _, (fact,) = run(function, [{}], "  failure_reward: -1\n")
+    assert (fact.reward_score, fact.extra_fields["agent_outcome"]) == (-1.0, "error")
+    assert message in caplog.text
+
+
+def test_what_can_be_awaited_is(run: Run) -> None:
+    _, (fact,) = run("returns_a_coroutine", [{}])
+    assert (fact.reward_score, fact.extra_fields["agent_outcome"]) == (0.5, "ok")
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,15 @@ def test_every_turn_has_a_seed_of_its_own() -> None:
     assert seeds == [11, derive_seed(11, "turn", 1), derive_seed(11, "turn", 2)]
 
 
+def test_the_turns_of_a_trajectory_are_a_session() -> None:
+    recorder = Recorder()
+    for sampler in (turns(recorder), turns(recorder)):
+        ask(sampler, [4])
+        ask(sampler, [4, 5])
+    first, second, *other = [request.session for request in recorder.requests]
+    assert first == second is not None and set(other).isdisjoint({first})
+
+
 def test_what_a_loop_does_not_say_stays_as_the_run_says() -> None:
     recorder = Recorder()
     ask(turns(recorder), [4, 4, 4], top_k=5, stop="</x>", logprobs=True, max_new_tokens=100)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-import sys
+import asyncio
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,13 @@ import torch
 
 from caldera.config import RolloutConfig
 from caldera.errors import ConfigError, RolloutError, UnsupportedError
-from caldera.rollout import ROLLOUTS, Request, SamplingParams
+from caldera.rollout import ROLLOUTS, AsyncSampler, Request, SamplingParams
 from caldera.rollout.engines.files import WeightFiles
+from caldera.rollout.engines.folders import own_folder
 from caldera.rollout.engines.host.caldera_engine.base import Event
 from caldera.rollout.engines.host.caldera_engine.buckets import read_buckets
-from caldera.rollout.engines.host.caldera_engine.frames import Frames
-from caldera.rollout.engines.options import engine_arguments
+from caldera.rollout.engines.options import SEED, engine_arguments, reseeded
 from caldera.rollout.engines.probe import Probe
-from caldera.rollout.engines.process import EngineProcess
 from caldera.rollout.engines.rollout import EngineRollout
 from caldera.rollout.engines.router import StickyRouter
 
@@ -28,15 +28,20 @@ CPU = torch.device("cpu")
 
 
 class CountingEngine:
-    """Its next token is the last one plus the weights' version, with the log-prob 0."""
+    """Its next token is the last one plus the weights' version, with the log-prob 0. It refuses
+    the prompt 13, and gives up on 14."""
 
     def __init__(self) -> None:
         self.requests: dict[int, tuple[list[int], int]] = {}
         self.version = 0
         self.pushes: list[int] = []
+        self.seeds: list[int] = []
         self.told = [-1.0, -2.0]
 
     def add(self, number: int, prompt_ids: list[int], params: dict[str, Any], seed: int) -> None:
+        if prompt_ids == [13]:
+            raise ValueError("unlucky")
+        self.seeds.append(seed)
         self.requests[number] = (list(prompt_ids), params["max_tokens"])
 
     def abort(self, number: int) -> None:
@@ -50,7 +55,7 @@ class CountingEngine:
         for number, (tokens, left) in list(self.requests.items()):
             token = tokens[-1] + self.version
             self.requests[number] = ([*tokens, token], left - 1)
-            reason = "length" if left == 1 else None
+            reason = "length" if left == 1 else "abort" if tokens == [14] else None
             if reason:
                 del self.requests[number]
             events.append(Event(number, [token], [0.0], self.version, reason))
@@ -186,6 +191,79 @@ def test_a_bucket_that_was_changed_is_found_out(tmp_path: Path) -> None:
         list(read_buckets(files.buckets))
 
 
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    mine = own_folder("kind", tmp_path)
+    of_gone = tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{gone.pid}-")
+    elsewhere = tmp_path / f"kind-1-{gone.pid}-x"  # of another container
+    of_gone.mkdir()
+    elsewhere.mkdir()
+    other = own_folder("kind", tmp_path)
+    assert set(tmp_path.iterdir()) == {mine, elsewhere, other}
+
+
+def test_closing_leaves_nothing(
+    engine: CountingEngine, llama: torch.nn.Module, config: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    made = EngineRollout("vllm", config(name="vllm"), llama, CPU, [engine], torch.float32, folder)
+    made.load_weights([("w", torch.ones(3))], 1)
+    assert made._files.buckets is not None
+    written = Path(made._files.buckets[0]["path"])
+    assert written.exists()
+    made.close()
+    assert not written.parent.exists() and not folder.exists()
+
+
+# ---- requests that fail
+
+
+@pytest.mark.parametrize("prompt", [13, 14])
+def test_a_request_that_fails_does_so_alone(
+    rollout: EngineRollout, engine: CountingEngine, prompt: int
+) -> None:
+    with pytest.raises(RolloutError, match=r"vllm refuses a request: (unlucky|.*'abort')"):
+        rollout.generate([request(5), request(prompt)])
+    assert not rollout.has_work() and not engine.requests
+
+    async def both() -> list[Any]:
+        async with AsyncSampler(rollout) as sampler:
+            asked = [sampler.generate(request(token)) for token in (5, prompt)]
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    fine, failed = asyncio.run(both())
+    assert fine.token_ids == [6, 7, 8] and isinstance(failed, RolloutError)
+
+
+def test_a_stream_that_cannot_go_on_fails_alone(rollout: EngineRollout) -> None:
+    found: dict[int, Any] = {}
+    told: list[int] = []
+    streamed = rollout.add(
+        request(5, tokens=4, presence_penalty=1.0), lambda _, token, __: told.append(token)
+    )
+    other = rollout.add(request(5, tokens=2), None, found.__setitem__)
+    with rollout.stepping():
+        rollout.step()
+    rollout.load_weights([("w", torch.ones(3))], 10)
+    with rollout.stepping():
+        rollout.step()
+    assert list(rollout.take_failures()) == [streamed] and told == [6]
+    assert found[other].token_ids == [6, 16] and not rollout.has_work()
+
+
+def test_what_goes_on_draws_other_numbers(rollout: EngineRollout, engine: CountingEngine) -> None:
+    rollout.add(request(5, tokens=4))
+    for version in (2, 3):
+        with rollout.stepping():
+            rollout.step()
+        rollout.load_weights([("w", torch.ones(3))], version)
+    with rollout.stepping():
+        rollout.step()
+    assert len(set(engine.seeds)) == 3 and engine.seeds[0] == 0
+
+
 # ---- routing
 
 
@@ -212,29 +290,7 @@ def test_old_sessions_are_forgotten() -> None:
     assert router.choose("b") == 0
 
 
-# ---- processes
-
-
-def test_messages_arrive_whole() -> None:
-    ours, theirs = map(Frames, socket.socketpair())
-    messages = [{"n": n, "text": "x" * 70_000} for n in range(3)]
-    for message in messages[:2]:
-        ours.send(message)
-        assert theirs.receive() == message
-    ours.close()
-    with pytest.raises(ConnectionError):
-        theirs.receive()
-    theirs.close()
-
-
-def test_a_python_that_is_not_there() -> None:
-    with pytest.raises(RolloutError, match=r"engine_python='/nowhere/python'.*cannot be run"):
-        EngineProcess("/nowhere/python", "vllm", {}, {})
-
-
-def test_an_engine_that_does_not_start_says_why() -> None:
-    with pytest.raises(RolloutError, match=r"does not start.*No module named"):
-        EngineProcess(sys.executable, "vllm", {}, {})
+# ---- arguments
 
 
 def test_without_the_engine_it_is_said_what_to_do(
@@ -254,3 +310,9 @@ def test_arguments_of_the_engine_win(config: Callable[..., RolloutConfig]) -> No
     fixed = config(engine_kwargs={"sglang": {"load_format": "auto"}})
     with pytest.raises(ConfigError, match=r"engine_kwargs\.sglang\.load_format='auto'"):
         engine_arguments("sglang", fixed, "/m", CPU)
+
+
+def test_seeds_differ_by_rank_and_replica() -> None:
+    seeds = {reseeded("sglang", {SEED: 42}, *path)[SEED] for path in ((0, 0), (0, 1), (1, 0))}
+    assert len(seeds) == 3 and all(0 <= seed < 2**31 for seed in seeds)
+    assert reseeded("vllm", {"seed": 42}, 1, 1) == {"seed": 42}

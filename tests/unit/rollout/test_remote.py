@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -13,14 +14,14 @@ import torch
 
 from caldera.config.rollout import RemoteConfig
 from caldera.errors import ConfigError, RolloutError, UnsupportedError
-from caldera.rollout import RemoteRollout, Request, SamplingParams
+from caldera.rollout import AsyncSampler, RemoteRollout, Request, SamplingParams
 
 pytest.importorskip("httpx2")
 CPU = torch.device("cpu")
 
 
 class Server(ThreadingHTTPServer):
-    """Counts on from the last token of the prompt."""
+    """Counts on from the last token of the prompt; gives up on 113."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -44,7 +45,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.bodies.append(body)
         count, last = body["max_tokens"], body["prompt"][-1]
         choice: dict[str, Any] = {
-            "finish_reason": "length",
+            "finish_reason": "abort" if last == 113 else "length",
             "logprobs": {"token_logprobs": [-0.5] * count},
         }
         if self.server.with_ids:
@@ -97,6 +98,21 @@ def test_a_server_without_token_ids(remote: RemoteRollout, server: Server) -> No
     with pytest.raises(RolloutError, match="lacks token_ids"):
         remote.generate([Request([1], SamplingParams(2), 0)])
     assert not remote.has_work()
+
+
+def test_a_request_that_the_server_ends_fails_alone(remote: RemoteRollout) -> None:
+    asked = [Request([prompt], SamplingParams(2), 0) for prompt in (1, 113)]
+    with pytest.raises(RolloutError, match="ended a request with 'abort'"):
+        remote.generate(asked)
+    assert not remote.has_work()
+
+    async def both() -> list[Any]:
+        async with AsyncSampler(remote) as sampler:
+            calls = [sampler.generate(request) for request in asked]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    fine, failed = asyncio.run(both())
+    assert fine.token_ids == [2, 3] and isinstance(failed, RolloutError)
 
 
 def test_a_server_with_several_models(remote: RemoteRollout, server: Server) -> None:

@@ -81,6 +81,29 @@ def test_a_stream_never_shows_a_stop_string(served: Any) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+def test_the_text_of_a_completion_may_keep_its_stop_string(served: Any) -> None:
+    asked = {"prompt": [5, 6, 7], "seed": 4, **SHORT}
+    whole = served.ask(TEXT, asked).json()["choices"][0]["text"]
+    stop = max((part for part in whole.split("\ufffd")), key=len)[1:3]
+    assert len(stop) == 2
+    asked |= {"stop": [stop], "include_stop_str_in_output": True}
+    text = served.ask(TEXT, asked).json()["choices"][0]["text"]
+    assert text == whole[: whole.index(stop)] + stop
+    assert "".join(c["choices"][0]["text"] for c in events(served, TEXT, asked)) == text
+    assert served.ask(CHAT, {**asked, "messages": ASKED}).status_code == 400
+
+
+def test_a_sampler_that_has_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve()
+    monkeypatch.setattr("caldera.serving.server.SECONDS_TO_REPORT", 0.0)
+    monkeypatch.setattr(served.rollout, "step", lambda: 1 / 0)
+    assert served.ask(CHAT, {"messages": ASKED}).status_code == 500
+    health = served.ask("/health")
+    assert (health.status_code, "ZeroDivisionError" in health.text) == (503, True)
+    served.server.metrics.running.add()  # as if its answer were still on its way
+    assert served.server.close(seconds=0).lost == 1
+
+
 def test_what_a_sampler_refuses_has_a_status(served: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(served.rollout, "decode", None)  # so that it cannot look for strings
     for streams in (False, True):

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from caldera.single_controller import (
     ResourcePool,
     Worker,
     WorkerGroup,
+    create_colocated_worker_cls,
     register,
 )
 
@@ -69,6 +71,15 @@ class Doubler(Worker):
 
     def hidden(self, *values: int) -> tuple[int, ...]:
         return (self.rank, *values)
+
+
+class Leaver(Worker):
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def close(self) -> None:
+        (self.folder / str(self.rank)).touch()
 
 
 def group() -> WorkerGroup:
@@ -159,6 +170,13 @@ def test_a_local_group_is_in_this_process_if_it_has_one_rank() -> None:
     assert workers.workers[0].factor == 3  # type: ignore[attr-defined]
     workers.shutdown()
     assert not workers.is_alive(0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_worker_that_is_told_to_stop_is_closed(tmp_path: Path, ranks: int) -> None:
+    roles = create_colocated_worker_cls({"leaver": ClassWithInitArgs(Leaver, tmp_path)})
+    LocalWorkerGroup(ResourcePool([ranks]), roles).shutdown()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["0", "1"][:ranks]
 
 
 @pytest.mark.parametrize("processes", [[2], [1, 1], []])

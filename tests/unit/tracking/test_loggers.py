@@ -179,6 +179,18 @@ class Hanging(Recording):
         RELEASE.wait(30)
 
 
+class Exiting(Recording):
+    def log(self, data: dict[str, float], step: int) -> None:
+        if step == 2:
+            raise SystemExit("give up")
+        super().log(data, step)
+
+
+class Dying(Recording):
+    def log(self, data: dict[str, float], step: int) -> None:
+        raise KeyboardInterrupt
+
+
 OPENED: list[Recording] = []
 RELEASE = threading.Event()
 
@@ -186,7 +198,8 @@ RELEASE = threading.Event()
 @pytest.fixture
 def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recording]]:
     classes = {"recording": Recording, "raising": Raising, "unopened": Unopened}
-    known = {**LOGGERS._items, **classes, "hanging": Hanging}
+    others = {"hanging": Hanging, "exiting": Exiting, "dying": Dying}
+    known = {**LOGGERS._items, **classes, **others}
     monkeypatch.setattr(LOGGERS, "_items", known)
     OPENED.clear()
     RELEASE.clear()
@@ -239,6 +252,67 @@ def test_a_logger_that_hangs_holds_nothing_up(
     assert "rows wait already" in caplog.text
     # At most one is in the logger's hands and three wait: the rest, and those, are lost.
     assert tracking.lost_rows >= 9
+
+
+def test_a_batch_counts_as_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "MOST_WAITING", 3)
+    started, release, done = threading.Event(), threading.Event(), list[int]()
+
+    def hold(backend: Recording) -> None:
+        started.set()
+        release.wait(30)
+
+    run = LoggedRun("p", "e", None, Path("."), 0)
+    losses = background.Losses("held")
+    held = background.Background(losses, "held", lambda: Recording(run))
+    held.give(hold)
+    assert started.wait(30)
+    held.give(lambda backend: done.append(5), 5)  # an empty queue takes a batch of any size
+    held.give(lambda backend: done.append(1), 1)
+    assert losses.count == 1
+    release.set()
+    held.finish()
+    assert done == [5] and losses.count == 1
+
+
+def test_a_library_that_ends_the_thread_ends_no_other_row(
+    tmp_path: Path, backends: list[Recording], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Tracking("p", "e", "exiting", None, tmp_path) as tracking:
+        for step in (1, 2, 3):
+            tracking.log({"x": 1}, step)
+    assert backends[-1].rows == [1, 3, 0] and tracking.lost_rows == 1
+    assert "SystemExit: give up" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_rows_of_a_thread_that_has_died_are_counted(
+    tmp_path: Path, backends: list[Recording], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Tracking("p", "e", "dying", None, tmp_path) as tracking:
+        for step in (1, 2, 3):
+            tracking.log({"x": 1}, step)
+    assert tracking.lost_rows == 3
+    assert "its thread has died" in caplog.text and "dying has lost 3 rows" in caplog.text
+
+
+def test_the_end_reaches_a_logger_whose_queue_is_full(
+    tmp_path: Path, backends: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "MOST_WAITING", 1)
+    with Tracking("p", "e", "hanging", None, tmp_path) as tracking:
+        for step in (1, 2, 3, 4):
+            tracking.log({"x": 1}, step)
+        RELEASE.set()
+    assert backends[-1].rows == [0]
+
+
+def test_answers_that_are_no_text_are_written(tmp_path: Path) -> None:
+    with Tracking("p", "e", "file", None, tmp_path) as tracking:
+        tracking.log_generations([("q", "half of a pair: \ud83d", 0.5)], 1)
+    assert tracking.lost_rows == 0
+    (row,) = (tmp_path / "metrics.generations.jsonl").read_text().splitlines()
+    assert json.loads(row)["output"] == "half of a pair: \ud83d"
 
 
 def test_a_file_that_cannot_be_opened_stops_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,66 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "bundle.json").write_text(text)
     with pytest.raises(DataError, match="no bundle"):
         read_bundle(tmp_path)
+
+
+def test_functions_of_files_and_unreadable_files(tmp_path: Path) -> None:
+    @dataclass
+    class Keys:
+        adv_estimator: str = f"{tmp_path}/own.py:advantage"
+        data_path: str = str(tmp_path / "x") * 2000  # longer than any name of a file
+
+    (tmp_path / "own.py").write_text("def advantage(): ...\n")
+    files = bundle_files.fingerprints(Keys())
+    assert "sha256" in files["adv_estimator"][f"{tmp_path}/own.py"]
+    assert fingerprint(tmp_path / "gone") == {"unreadable": "No such file or directory"}
+    assert all(list(read) == ["unreadable"] for read in files["data_path"].values())
+
+
+def test_repeat_tells_variables_and_sets_them(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bundle = read_bundle(run)
+    environment = {**bundle["environment"], "VERL_THEN": "a b"}
+    script = "import os; print('ran', os.environ.get('VERL_THEN'), os.environ.get('VERL_NOW'))"
+    command = [sys.executable, "-c", script]
+    rewrite(run, environment=environment, command=command, directory=str(tmp_path))
+    monkeypatch.setenv("VERL_NOW", "1")
+    assert main([str(run), "--run"]) == 0
+    shown = capfd.readouterr().out
+    assert "variable VERL_NOW: was not set, is '1'" in shown
+    assert "variable VERL_THEN: was 'a b', is not set" in shown
+    assert "unset VERL_NOW\nexport VERL_THEN='a b'\n" in shown
+    assert "ran a b None" in shown
+
+
+def test_a_command_of_torchruns_starts_all_processes(
+    tmp_path: Path, config: EvaluationConfig, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "-m", "caldera.x", "a=1"])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    start = ["python", "-m", "torch.distributed.run"]
+    bundle = read_bundle(write_bundle(tmp_path / "one", config, OUTPUT_KEY))
+    rest = ["--nproc_per_node=4", "-m", "caldera.x", "a=1"]
+    assert bundle["command"] == [*start, "--standalone", *rest] and bundle["nodes"] == 1
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    folder = write_bundle(tmp_path / "two", config, OUTPUT_KEY)
+    assert read_bundle(folder)["command"] == [*start, "--nnodes=2", *rest]
+    assert main([str(folder), "--run"]) == 2
+    assert "by torchrun on 2 machines" in capfd.readouterr().err
+
+
+def test_variables_of_a_driver_elsewhere_are_those_that_it_was_given(
+    tmp_path: Path, config: EvaluationConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CALDERA_COMMAND", '["caldera", "train"]')
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("VERL_LOGGING_LEVEL", "INFO")
+    bundle = read_bundle(write_bundle(tmp_path, config, OUTPUT_KEY))
+    assert bundle["command"] == ["caldera", "train"]
+    assert "CUDA_VISIBLE_DEVICES" not in bundle["environment"]
+    assert bundle["environment"]["VERL_LOGGING_LEVEL"] == "INFO"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert not any("CUDA" in line for line in differences(bundle))

@@ -22,6 +22,17 @@ def test_variables_without_effect_are_refused(
     )
 
 
+@pytest.mark.parametrize("variable", ["VERL_LOGGING_LEVEL", "VERL_SFT_LOGGING_LEVEL"])
+@pytest.mark.parametrize("value", ["20", "INFOO"])
+def test_levels_that_are_none_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert run_entry_point(lambda: None) == USER_ERROR
+    told = capsys.readouterr().err
+    assert f"{variable}={value!r}: takes one of CRITICAL, ERROR, WARNING, INFO, DEBUG" in told
+
+
 def test_the_log_of_supervised_training_has_a_level_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

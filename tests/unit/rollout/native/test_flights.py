@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +15,7 @@ from caldera.config import RolloutConfig
 from caldera.models.attention import ATTENTION
 from caldera.rollout.base import Completion, Request, SamplingParams
 from caldera.rollout.native.engine import NativeRollout
+from caldera.rollout.service import AsyncSampler
 
 CPU = torch.device("cpu")
 STOPS = frozenset(range(20, 26))
@@ -104,6 +108,57 @@ def test_requests_come_and_go_while_a_step_is_under_way(module: PreTrainedModel)
     assert numbers[0] not in ended
     for number, completion in zip(numbers[1:], want[1:], strict=True):
         assert ended[number].token_ids == completion.token_ids == heard[number]
+
+
+def test_an_abort_that_finds_the_last_token_on_its_way(module: PreTrainedModel) -> None:
+    """Whoever gave a stream up must not hear of it; whoever waits gets all that there is."""
+
+    async def run() -> tuple[Completion, Completion]:
+        delayed = Delayed(config(), module)
+        async with AsyncSampler(delayed) as sampler:
+            other = asyncio.create_task(
+                sampler.generate(Request([3, 4], SamplingParams(max_tokens=60), 9))
+            )
+            async for piece in sampler.stream(Request([1, 2], SamplingParams(max_tokens=40), 1)):
+                if len(piece.token_ids):
+                    break
+            named = asyncio.create_task(
+                sampler.generate(Request([1, 2], SamplingParams(max_tokens=2), 1), "short")
+            )
+            await asyncio.sleep(0)
+            await sampler.abort("short")
+            await sampler.pause()
+            assert not delayed._flights
+            await sampler.resume()
+            return await named, await other
+
+    short, long = asyncio.run(run())
+    whole = NativeRollout(config(), module, CPU).generate(
+        [Request([1, 2], SamplingParams(max_tokens=2), 1)]
+    )[0]
+    assert short.token_ids == whole.token_ids[: len(short.token_ids)]
+    assert len(long.token_ids) == 60
+
+
+def _keep(ended: list[Completion], _: int, completion: Completion) -> None:
+    ended.append(completion)
+
+
+def test_whoever_listens_may_abort_at_the_last_token(module: PreTrainedModel) -> None:
+    for rollout in (NativeRollout(config(), module, CPU), Delayed(config(), module)):
+        ended: list[Completion] = []
+
+        def give_up(number: int, token: int, _: float, of: NativeRollout = rollout) -> None:
+            if token >= 0 and number == 0:
+                of.abort(number)
+
+        with rollout.stepping():
+            rollout.add(Request([1], SamplingParams(max_tokens=1), 0), give_up)
+            heard = partial(_keep, ended)
+            rollout.add(Request([2], SamplingParams(max_tokens=3), 0), None, heard)
+            while rollout.has_work():
+                rollout.step()
+        assert len(ended[0].token_ids) == 3
 
 
 def test_new_weights_wait_for_the_step_under_way(module: PreTrainedModel) -> None:

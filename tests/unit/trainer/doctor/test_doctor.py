@@ -6,14 +6,14 @@ import json
 import socket
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from caldera.cli import main
 from caldera.trainer.doctor import command, engines, machine, software
-from caldera.trainer.doctor.findings import State, broken, doubtful, ok
+from caldera.trainer.doctor.findings import Finding, State, broken, doubtful, ok
 from caldera.trainer.doctor.interpreters import Library, ask, ask_each
 
 Install = Callable[[str, str], None]
@@ -149,6 +149,24 @@ def test_this_machine_has_ports_and_samples() -> None:
     assert next(iter(machine.check_ports())).state is State.OK
     (finding,) = engines.check_native()
     assert finding.state is State.OK, finding.told
+
+
+def test_a_check_that_cannot_import_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_sandbox() -> Iterator[Finding]:
+        yield ok("first", "fine")
+        raise ModuleNotFoundError("No module named 'torch'")
+
+    def check_disk() -> Iterator[Finding]:
+        raise OSError("libcudart.so: not there\nand more")
+
+    monkeypatch.setattr(command, "ask_each", lambda python, modules: {})
+    monkeypatch.setattr(command, "MACHINE", (check_sandbox, check_disk))
+    findings = command.examine(None)
+    assert [(f.name, f.state) for f in findings[-3:]] == [
+        ("first", State.OK), ("sandbox", State.BROKEN), ("disk", State.BROKEN)
+    ]  # fmt: skip
+    assert findings[-2].told.endswith("ModuleNotFoundError: No module named 'torch'")
+    assert findings[-1].told.endswith("OSError: libcudart.so: not there")
 
 
 @pytest.mark.parametrize("as_json", [True, False])

@@ -173,6 +173,18 @@ def test_other_commands(tmp_path: Path, capsys: Any, text: str, command: list[st
     assert status == 0, told
 
 
+@pytest.mark.parametrize("name", ["mine", "mine.yml", "there.yaml"])
+def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: Any, name: str) -> None:
+    (tmp_path / "there.yaml").write_text("as it was")
+    output = tmp_path / name
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT.format(more=""))
+    assert main(["migrate", str(script), "--output", str(output)]) == 2
+    told = "exists already" if output.exists() else "ends in .yaml"
+    assert told in capsys.readouterr().err
+    assert (tmp_path / "there.yaml").read_text() == "as it was"
+
+
 def test_no_command_of_verls(tmp_path: Path, capsys: Any) -> None:
     status, told = migrated(tmp_path, capsys, "echo hello")
     assert status == 2

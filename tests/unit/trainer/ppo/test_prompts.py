@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from caldera.agent_loop.output import COLUMN
 from caldera.data import Batch, object_array
+from caldera.errors import ConfigError
 from caldera.models.seeds import derive_seed
 from caldera.protocol import DataProto
-from caldera.trainer.ppo.prompts import stamp_rows
+from caldera.trainer.ppo.prompts import check_loops, stamp_rows
 
 META = {"eos_token_id": 2}
 
@@ -94,3 +96,14 @@ def test_the_loaders_rows_are_left_alone() -> None:
     stamp_rows(given, 2, 0, ("val",), META)
     assert set(given) == keys
     assert len(given["input_ids"]) == 3
+
+
+def test_rows_of_agents_are_not_sampled_as_single_turns() -> None:
+    def batch(**columns: list[Any]) -> DataProto:
+        return DataProto(non_tensor_batch={k: object_array(v) for k, v in columns.items()})
+
+    asking = batch(agent_name=["tool_agent", None, "single_turn_agent"])
+    with pytest.raises(ConfigError, match=r"agent loops tool_agent, but no loop runs"):
+        check_loops(asking, batch(uid=[1, 2, 3]))
+    check_loops(asking, batch(**{COLUMN: [1, 2, 3]}))
+    check_loops(batch(agent_name=["single_turn_agent", None]), batch(uid=[1, 2]))

@@ -65,8 +65,9 @@ class Host:
     def _add(self, number: int, **request: Any) -> None:
         try:
             self._engine.add(number, **request)
-        except ValueError as error:  # of this request: the others go on
-            self._tell([Event(number, [], [], 0, "error", error=str(error))])
+        except Exception as error:  # noqa: BLE001 -- of this request: the others go on
+            why = f"{type(error).__name__}: {error}"
+            self._tell([Event(number, [], [], 0, "error", error=why)])
 
     def _tell(self, events: list[Event]) -> None:
         if events:

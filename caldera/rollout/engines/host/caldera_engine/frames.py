@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import struct
 from typing import Any
@@ -24,9 +25,20 @@ class Frames:
         return self._connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Raises OSError when nobody is there to read."""
+        """Raises OSError when nobody is there to read.
+
+        What comes meanwhile is taken in: two sides that both only write would wait for ever.
+        """
         body = json.dumps(message).encode()
-        self._connection.sendall(LENGTH.pack(len(body)) + body)
+        left = memoryview(LENGTH.pack(len(body)) + body)
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN | select.POLLOUT)
+        while left:
+            ((_, ready),) = poll.poll()
+            if ready & ~select.POLLOUT:  # or an error, which reading raises
+                self._take_in()
+            if ready & select.POLLOUT:
+                left = left[self._write(left) :]
 
     def is_ready(self) -> bool:
         """Whether a whole message lies here, so that nothing of the socket tells of it."""
@@ -36,10 +48,7 @@ class Frames:
     def receive(self) -> Message:
         """Waits for a message. Raises ConnectionError once the other side is gone."""
         while not self.is_ready():
-            data = self._connection.recv(CHUNK)
-            if not data:
-                raise ConnectionError("the other side has closed the socket")
-            self._received += data
+            self._take_in()
         end = LENGTH.size + (self._size() or 0)
         body = bytes(self._received[LENGTH.size : end])
         del self._received[:end]
@@ -48,6 +57,19 @@ class Frames:
 
     def close(self) -> None:
         self._connection.close()
+
+    def _take_in(self) -> None:
+        data = self._connection.recv(CHUNK)
+        if not data:
+            raise ConnectionError("the other side has closed the socket")
+        self._received += data
+
+    def _write(self, data: memoryview) -> int:
+        """How much of it was written, without waiting."""
+        try:
+            return self._connection.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
 
     def _size(self) -> int | None:
         if len(self._received) < LENGTH.size:

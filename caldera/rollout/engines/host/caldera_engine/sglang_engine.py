@@ -35,9 +35,15 @@ class SGLangEngine:
     def abort(self, number: int) -> None:
         """The request ends in the scheduler, too, before anything else is done."""
         task = self._tasks.pop(number, None)
-        if task is not None:
-            self._engine.tokenizer_manager.abort_request(str(number))
-            self._loop.run_until_complete(asyncio.wait([task]))
+        if task is None:
+            return
+        manager = self._engine.tokenizer_manager
+        state = manager.rid_to_state.get(str(number))
+        if state is not None and getattr(state, "dispatched", True):
+            manager.abort_request(str(number))
+        else:  # the scheduler does not know it yet, and would run it to its end
+            task.cancel()
+        self._loop.run_until_complete(asyncio.wait([task]))
 
     def has_work(self) -> bool:
         return bool(self._tasks)
@@ -94,6 +100,7 @@ class SGLangEngine:
         """Tell of a request until it ends."""
         wants_prompt = bool(params.get("prompt_logprobs"))
         known = 0
+        why = "SGLang tells nothing more of it"  # which is no news of one that has ended
         try:
             stream = await self._engine.async_generate(
                 input_ids=prompt_ids,
@@ -109,8 +116,9 @@ class SGLangEngine:
                 known += len(event.token_ids)
                 self._tell(event)
                 wants_prompt = False
-        except ValueError as error:  # of this request: the others go on
-            self._tell(Event(number, [], [], self._version, "error", error=str(error)))
+        except Exception as error:  # noqa: BLE001 -- of this request: the others go on
+            why = f"{type(error).__name__}: {error}"
+        self._tell(Event(number, [], [], self._version, "error", error=why))
 
     def _event(self, number: int, meta: dict[str, Any], known: int, wants_prompt: bool) -> Event:
         """What is new: SGLang tells of all from the beginning, again and again."""
@@ -125,6 +133,7 @@ class SGLangEngine:
             None if reason is None else reason["type"],
             [[(int(token), float(value)) for value, token, _ in rank or []] for rank in ranks],
             _of_prompt(meta) if wants_prompt else None,
+            None if reason is None else reason.get("message"),
         )
 
     def _tell(self, event: Event) -> None:
