@@ -37,7 +37,7 @@ integration: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 ## Tests of several parts
 	$(PYTEST_TWICE) tests/integration --timeout=300
 
 e2e: $(VENV)/.stamp-dev ## Whole runs from the command line
-	$(PYTEST) tests/e2e --timeout=600
+	$(PYTEST_TWICE) tests/e2e --timeout=600
 
 ray: $(VENV)/.stamp-dev $(VENV)/.stamp-ray ## Tests of worker groups on a real Ray
 	RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 $(PYTEST) tests/ray --timeout=300
