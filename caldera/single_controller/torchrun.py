@@ -106,9 +106,11 @@ class TorchrunWorkerGroup(WorkerGroup):
         self._outcomes: queue.SimpleQueue[tuple[int, bool, Any]] = queue.SimpleQueue()
         self._outstanding: list[deque[_Answer]] = [deque() for _ in range(self.world_size)]
         self._own_calls: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True).start()
+        self._threads = [threading.Thread(target=self._work, daemon=True)]
         for rank in range(1, self.world_size):
-            threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
+            self._threads.append(threading.Thread(target=self._listen, args=(rank,), daemon=True))
+        for thread in self._threads:
+            thread.start()
         self._resolve([self._send(rank, START, make_worker) for rank in range(self.world_size)])
 
     def is_alive(self, rank: int) -> bool:
@@ -123,6 +125,8 @@ class TorchrunWorkerGroup(WorkerGroup):
         for rank in range(1, self.world_size):
             _send(self._control, rank, (STOP, None))
         self._own_calls.put((STOP, None))
+        for thread in self._threads:  # what they hold must not outlive the process group
+            thread.join(self.timeout_s)
         dist.barrier(self._control)
         dist.destroy_process_group()
 

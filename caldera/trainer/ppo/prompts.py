@@ -47,11 +47,11 @@ def stamp_rows(
     return prompts, batch
 
 
-def check_loops(rows: DataProto, answers: DataProto) -> None:
-    """Refuse answers of single turns to rows that ask for agent loops, as those of a data set may
-    that cannot tell of its columns before the run."""
+def check_loops(rows: DataProto, answers: DataProto) -> DataProto:
+    """The answers, unless they are single turns and rows ask for agent loops, as those of a data
+    set may that cannot tell of its columns before the run."""
     if COLUMN in answers.non_tensor_batch:
-        return
+        return answers
     asked = {str(name) for name in rows.non_tensor_batch.get("agent_name", ()) if name}
     if others := sorted(asked - {SINGLE_TURN}):
         raise ConfigError(
@@ -59,3 +59,4 @@ def check_loops(rows: DataProto, answers: DataProto) -> None:
             "no column_values(name), which would tell of them. Define it, or set "
             "actor_rollout_ref.rollout.multi_turn.enable=True"
         )
+    return answers

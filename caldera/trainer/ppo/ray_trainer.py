@@ -246,8 +246,7 @@ class RayPPOTrainer:
         )
         with marked_timer("gen", timing):
             answers = self.actor_rollout_wg.generate_sequences(prompts)
-        check_loops(batch, answers)
-        waited_for_rewards(answers, timing)
+        waited_for_rewards(check_loops(batch, answers), timing)
         if self.config.algorithm.adv_estimator == "remax":
             with marked_timer("gen_max", timing):
                 tensors_of(answers)["reward_baselines"] = self._greedy_rewards(prompts, batch)
