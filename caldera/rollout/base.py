@@ -215,6 +215,27 @@ class StepwiseRollout(Rollout):
     One thread alone uses it. `generate` is: add all, step until they have ended.
     """
 
+    def generate(
+        self, requests: Sequence[Request], on_finished: OnFinished | None = None
+    ) -> list[Completion]:
+        self.check(requests)
+        completions: dict[int, Completion] = {}
+        places: dict[int, int] = {}
+
+        def finish(number: int, completion: Completion) -> None:
+            completions[places[number]] = completion
+            if on_finished is not None:
+                on_finished(places[number], completion)
+
+        for place, request in enumerate(requests):
+            places[self.add(request, None, finish)] = place
+        with self.stepping():
+            while len(completions) < len(requests):
+                self.step()
+                for error in self.take_failures().values():
+                    raise error
+        return [completions[place] for place in range(len(requests))]
+
     @abstractmethod
     def add(
         self,

@@ -86,27 +86,6 @@ class RemoteRollout(StepwiseRollout):
                         "log-probs of sampled tokens alone"
                     )
 
-    def generate(
-        self, requests: Sequence[Request], on_finished: OnFinished | None = None
-    ) -> list[Completion]:
-        self.check(requests)
-        found: dict[int, Completion] = {}
-        places: dict[int, int] = {}
-
-        def finish(number: int, completion: Completion) -> None:
-            found[places[number]] = completion
-            if on_finished is not None:
-                on_finished(places[number], completion)
-
-        for place, request in enumerate(requests):
-            places[self.add(request, None, finish)] = place
-        with self.stepping():
-            while len(found) < len(requests):
-                self.step()
-                for error in self.take_failures().values():
-                    raise error
-        return [found[place] for place in range(len(requests))]
-
     def add(
         self,
         request: Request,

@@ -214,27 +214,6 @@ class EngineRollout(StepwiseRollout):
         for request in requests:
             check_params(self._name, self.config, request.params)
 
-    def generate(
-        self, requests: Sequence[Request], on_finished: OnFinished | None = None
-    ) -> list[Completion]:
-        self.check(requests)
-        completions: dict[int, Completion] = {}
-        places: dict[int, int] = {}
-
-        def finish(number: int, completion: Completion) -> None:
-            completions[places[number]] = completion
-            if on_finished is not None:
-                on_finished(places[number], completion)
-
-        for place, request in enumerate(requests):
-            places[self.add(request, None, finish)] = place
-        with self.stepping():
-            while len(completions) < len(requests):
-                self.step()
-                for error in self.take_failures().values():
-                    raise error
-        return [completions[place] for place in range(len(requests))]
-
     def add(
         self,
         request: Request,
