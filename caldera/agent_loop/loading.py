@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 import caldera.agent_loop.react_agent
 import caldera.agent_loop.single_turn
@@ -15,7 +12,7 @@ import caldera.agent_loop.tool_agent  # noqa: F401 -- all register themselves
 from caldera.agent_loop.base import AGENT_LOOPS, AgentLoopBase, MakeLoop
 from caldera.data.importing import load_class
 from caldera.errors import ConfigError
-from caldera.storage import local_path
+from caldera.storage.reading import read_yaml
 
 __all__ = ["find_loop", "loop_class", "read_loops"]
 
@@ -26,13 +23,7 @@ def read_loops(path: str | None) -> dict[str, MakeLoop]:
     """The loops of a file, a list of `{name, _target_, ...}`: the rest goes to the constructor."""
     if path is None:
         return {}
-    file = Path(local_path(path, KEY)).expanduser()
-    if not file.is_file():
-        raise ConfigError(f"{KEY}={path}: there is no such file")
-    try:
-        entries = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{KEY}={path}: not valid YAML: {error}") from error
+    entries = read_yaml(path, KEY)
     if not isinstance(entries, list):
         raise ConfigError(f"{KEY}={path}: must hold a list of mappings with name and _target_")
     loops: dict[str, MakeLoop] = {}

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from caldera.data.importing import load_class
 from caldera.errors import ConfigError
 from caldera.interactions.base import BaseInteraction
-from caldera.storage import local_path
+from caldera.storage.reading import read_yaml
 
 __all__ = ["load_interactions"]
 
@@ -24,13 +21,7 @@ def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
     """The interactions of a file, by name; none where there is no file."""
     if path is None:
         return {}
-    file = Path(local_path(path, KEY)).expanduser()
-    if not file.is_file():
-        raise ConfigError(f"{KEY}={path}: there is no such file")
-    try:
-        read = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{KEY}={path}: not valid YAML: {error}") from error
+    read = read_yaml(path, KEY)
     entries = read.get("interaction") if isinstance(read, Mapping) else None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{KEY}={path}: must hold a list under 'interaction'")
