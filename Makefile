@@ -7,8 +7,9 @@ PYTHON ?=
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check \
 	--constraint constraints.txt
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
-# Two files of tests at a time, each on one thread.
-PYTEST_TWICE := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile
+# Two files of tests at a time, each on one thread, in the order that tests/conftest.py gives them.
+PYTEST_TWICE := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
+TRACKING_TESTS := tests/integration/test_tracking_backends.py tests/integration/test_trace_backends.py
 
 .DEFAULT_GOAL := help
 # The suites share two cores and one environment: never run them side by side.
@@ -40,15 +41,17 @@ e2e: $(VENV)/.stamp-dev ## Whole runs from the command line
 	$(PYTEST_TWICE) tests/e2e --timeout=600
 
 ray: $(VENV)/.stamp-dev $(VENV)/.stamp-ray ## Tests of worker groups on a real Ray
-	RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 $(PYTEST) tests/ray --timeout=300
+	RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 $(PYTEST_TWICE) tests/ray --timeout=300
 
 megatron: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-megatron ## Tests of strategy=megatron on CPU ranks
 	RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 $(PYTEST) tests/megatron --timeout=600
 
-tracking: $(VENV)/.stamp-dev $(VENV)/.stamp-tracking ## Tests of loggers with their real libraries
-	$(PYTEST) tests/integration/test_tracking_backends.py tests/integration/test_trace_backends.py --timeout=120
+tracking: $(VENV)/.stamp-dev $(VENV)/.stamp-tracking .venv-loggers/.stamp ## Tests of loggers with their real libraries
+	$(PYTEST) $(TRACKING_TESTS) --timeout=120 -k 'not (mlflow or swanlab or clearml)'
+	HF_HUB_OFFLINE=1 .venv-loggers/bin/python -m pytest $(TRACKING_TESTS) --timeout=120 \
+		-k 'mlflow or swanlab or clearml'
 
-vllm: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 .venv-vllm/.stamp ## Tests of rollout.name=vllm on this CPU
+vllm: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 $(VENV)/.stamp-tracking .venv-vllm/.stamp ## Tests of rollout.name=vllm on this CPU
 	CALDERA_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(PYTEST) tests/vllm --timeout=300
 
 sglang: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 .venv-sglang/.stamp ## Tests of rollout.name=sglang on this CPU
@@ -131,4 +134,14 @@ $(VENV)/.stamp-tracking: $(VENV)/.stamp-core
 .venv-vllm/.stamp .venv-sglang/.stamp: .venv-%/.stamp: scripts/engine_venv.py $(VENV)/.stamp-venv
 	@echo "Making .venv-$* (once, about 2 minutes, 3 GB)"
 	@$(BIN)/python scripts/engine_venv.py $* .venv-$*
+	@touch $@
+
+# What these do not bring themselves, such as torch and pytest, they find in the other environment.
+.venv-loggers/.stamp: scripts/loggers.txt $(VENV)/.stamp-venv
+	@echo "Making .venv-loggers (once, about 2 minutes, 1 GB)"
+	@$(BIN)/python -m venv --clear .venv-loggers
+	@.venv-loggers/bin/python -m pip install --quiet --no-input --disable-pip-version-check --requirement $<
+	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+		> "$$(.venv-loggers/bin/python -c 'import site; print(site.getsitepackages()[0])')/caldera.pth"
+	@.venv-loggers/bin/python -c 'import clearml, mlflow, swanlab'
 	@touch $@

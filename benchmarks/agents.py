@@ -1,19 +1,26 @@
 """Trajectories of several turns with slow tools, against the least that they can take.
 
-    python benchmarks/agents.py [--trajectories 256] [--turns 4] [--tokens 24]
+    python benchmarks/agents.py [--trajectories 256] [--turns 4] [--tokens 24] [--whole-prompts]
+    python benchmarks/agents.py --trajectories 2048 --tokens 8 --rounds 3
 
 The demo's model samples every turn; after each but the last a tool takes a random 50 to 500 ms. No
 schedule can be faster than the sampler is by itself, given the same tokens turn by turn without any
 loop, nor than the trajectory whose tools take longest is alone: the larger of both is the bound.
+Both are timed in every round, in turn, so that the machine's load is the same for all.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
+import resource
+import statistics
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +31,7 @@ from caldera.agent_loop.output import COLUMN
 from caldera.config import PPOTrainerConfig, load_config, resolve_for_machine
 from caldera.data.turns import TurnAppender
 from caldera.demo.arithmetic import build_model, build_tokenizer
+from caldera.protocol import tensors_of
 from caldera.rollout import NativeRollout, Request, SamplingParams
 from caldera.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from caldera.tools.formats import Hermes
@@ -31,18 +39,34 @@ from caldera.tools.parsing import FunctionCall
 from caldera.tools.running import ToolRunner, ToolState
 
 LEAST_SECONDS, MOST_SECONDS = 0.05, 0.5
+MOST_ROWS = 1024
 PROMPT = "12+34"
 TOOL_TOKENS = 8
 SCHEMA = {"type": "function", "function": {"name": "wait", "description": "Takes its time."}}
 
 
 class WaitingTool(BaseTool):
-    """Answers after the seconds that the trajectory has for this turn."""
+    """Answers after the seconds that the trajectory has for this turn. Notes the largest figures
+    that it sees: calls at the same time, seconds that the event loop is late, threads, files."""
+
+    def __init__(self) -> None:
+        super().__init__({}, OpenAIFunctionToolSchema.model_validate(SCHEMA))
+        self.calls = self.most_calls = self.most_threads = self.most_files = 0
+        self.latest = 0.0
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        await asyncio.sleep(kwargs["agent_data"].memory["seconds"].pop(0))
+        self.calls += 1
+        if self.calls > self.most_calls:
+            self.most_calls = self.calls
+            self.most_threads = max(self.most_threads, threading.active_count())
+            self.most_files = max(self.most_files, len(os.listdir("/proc/self/fd")))
+        seconds = kwargs["agent_data"].memory["seconds"].pop(0)
+        start = time.perf_counter()
+        await asyncio.sleep(seconds)
+        self.latest = max(self.latest, time.perf_counter() - start - seconds)
+        self.calls -= 1
         return ToolResponse("1" * TOOL_TOKENS), None, {}
 
 
@@ -83,7 +107,8 @@ def load(options: argparse.Namespace) -> PPOTrainerConfig:
             "actor_rollout_ref.actor.ppo_mini_batch_size=1",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
-            f"actor_rollout_ref.rollout.max_num_seqs={options.trajectories}",
+            f"actor_rollout_ref.rollout.max_num_seqs={min(options.trajectories, MOST_ROWS)}",
+            f"actor_rollout_ref.rollout.enable_chunked_prefill={not options.whole_prompts}",
             "actor_rollout_ref.rollout.enable_prefix_caching=True",
             "actor_rollout_ref.rollout.agent.default_agent_loop=benchmark",
             "algorithm.adv_estimator=grpo",
@@ -101,8 +126,8 @@ class Benchmark:
         model = build_model(tokenizer, seed=0)
         model.config.max_position_embeddings = 8 + config.data.max_response_length
         self._rollout = NativeRollout(config.actor_rollout_ref.rollout, model, torch.device("cpu"))
-        tool = WaitingTool({}, OpenAIFunctionToolSchema.model_validate(SCHEMA))
-        equipment = Equipment(TurnAppender(tokenizer), Hermes(tokenizer), ToolRunner([tool]))
+        self.tool = WaitingTool()
+        equipment = Equipment(TurnAppender(tokenizer), Hermes(tokenizer), ToolRunner([self.tool]))
         self._prompt = equipment.turns.prompt([{"role": "user", "content": PROMPT}])
         self._loops = AgentLoops(config, tokenizer, lambda *_: equipment)
 
@@ -134,8 +159,25 @@ class Benchmark:
         took = time.perf_counter() - start
         turns = self._options.turns
         assert all(fact.num_turns == 2 * turns for fact in batch.non_tensor_batch[COLUMN])
-        assert int(batch.batch["response_mask"].sum()) == len(rows) * turns * self._options.tokens
+        assert (
+            int(tensors_of(batch)["response_mask"].sum())
+            == len(rows) * turns * self._options.tokens
+        )
         return took
+
+
+def round_of(benchmark: Benchmark, waits: Sequence[Sequence[float]], first: int) -> list[float]:
+    """Seconds of (sampling alone, the longest by itself, all), begun with the one at `first`."""
+    timed: list[Callable[[], float]] = [
+        benchmark.sampling,
+        partial(benchmark.seconds, [max(waits, key=sum)]),
+        partial(benchmark.seconds, waits),
+    ]
+    took = [0.0] * len(timed)
+    for place in range(len(timed)):
+        chosen = (first + place) % len(timed)
+        took[chosen] = timed[chosen]()
+    return took
 
 
 def main() -> None:
@@ -143,7 +185,11 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=256)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=24, help="that each turn samples")
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--whole-prompts", action="store_true",
+        help="no enable_chunked_prefill: prompts are run between decode steps, not with them",
+    )  # fmt: skip
     options = parser.parse_args()
     draw = random.Random(0)
     waits = [
@@ -152,17 +198,28 @@ def main() -> None:
     ]
     benchmark = Benchmark(options)
     benchmark.seconds([[0.0] * (options.turns - 1)] * options.trajectories)  # warm-up
-    for _ in range(options.repetitions):
-        sampling = benchmark.sampling()
-        longest = benchmark.seconds([max(waits, key=sum)])
-        took = benchmark.seconds(waits)
-        one_by_one = sum(map(sum, waits))
+    print(
+        f"{options.trajectories} trajectories of {options.turns} turns of {options.tokens} tokens; "
+        f"the tools one by one take {sum(map(sum, waits)):.0f} s"
+    )
+    ratios = []
+    for number in range(options.rounds):
+        sampling, longest, took = round_of(benchmark, waits, first=number)
+        ratios.append(took / max(sampling, longest))
         print(
-            f"{options.trajectories} trajectories of {options.turns} turns: {took:.2f} s; sampling "
-            f"alone {sampling:.2f} s, the longest by itself {longest:.2f} s: "
-            f"{took / max(sampling, longest):.2f} times the bound (tools one by one: "
-            f"{one_by_one:.0f} s)"
+            f"{took:7.2f} s; sampling alone {sampling:.2f} s, the longest by itself "
+            f"{longest:.2f} s: {ratios[-1]:.2f} times the bound (load {os.getloadavg()[0]:.1f})"
         )
+    print(
+        f"median {statistics.median(ratios):.2f} times the bound, from {min(ratios):.2f} to "
+        f"{max(ratios):.2f} in {options.rounds} rounds"
+    )
+    tool, memory = benchmark.tool, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(
+        f"at most {tool.most_calls} calls at a time, {tool.most_threads} threads, "
+        f"{tool.most_files} open files, {memory:.0f} MiB; a tool came back at most "
+        f"{tool.latest * 1e3:.0f} ms late"
+    )
 
 
 if __name__ == "__main__":

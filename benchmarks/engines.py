@@ -1,9 +1,10 @@
 """Samplers side by side: native, hf, vLLM and SGLang with the same model and requests, one run.
 
     python benchmarks/engines.py [--vllm PYTHON] [--sglang PYTHON] [--model FOLDER]
-        [--requests 32] [--new-tokens 64]
+        [--requests 32] [--new-tokens 64] [--lora-rank 0]
 
-Without --model, SmolLM2-135M. Engines whose Python is not named are left out. Prints, for each,
+Without --model, SmolLM2-135M. Engines whose Python is not named are left out; with --lora-rank,
+which gives the model an adapter, the others are. Prints, for each,
 response tokens a second (the better of two rounds), seconds until the first token could be
 sampled, memory that it takes beside the model of this process, and seconds of a weight update.
 """
@@ -15,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import peft
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -23,6 +25,7 @@ from caldera.demo import smollm2
 from caldera.models.attention import ATTENTION
 from caldera.rollout import ROLLOUTS, Request, Rollout, SamplingParams
 from caldera.rollout.engines.rollout import EngineRollout
+from caldera.rollout.engines.weights import ModuleWeights
 
 PROMPT_TOKENS = 32
 MEBIBYTE = 2**20
@@ -77,9 +80,11 @@ def measure(
         rollout.generate(requests)
         rounds.append(time.perf_counter() - start)
     taken = memory(rollout, before)
-    weights = {name: weight.clone() for name, weight in module.state_dict().items()}
     start = time.perf_counter()
-    rollout.load_weights(weights.items(), 1)
+    if isinstance(rollout, EngineRollout):
+        rollout.update(ModuleWeights(module), 1)
+    else:
+        rollout.load_weights([(key, each.clone()) for key, each in module.state_dict().items()], 1)
     rollout.generate(one)
     update = time.perf_counter() - start
     if isinstance(rollout, EngineRollout):
@@ -94,16 +99,20 @@ def main() -> None:
     parser.add_argument("--model", help="a Hugging Face folder")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--lora-rank", type=int, default=0)
     arguments = parser.parse_args()
     folder = arguments.model or smollm2.materialise()
     module = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=ATTENTION
     ).eval()
+    if arguments.lora_rank:
+        lora = peft.LoraConfig("CAUSAL_LM", r=arguments.lora_rank, target_modules="all-linear")
+        module = peft.get_peft_model(module, lora).eval()
     requests = make_requests(arguments.requests, arguments.new_tokens)
     pythons = {"native": None, "hf": None, "vllm": arguments.vllm, "sglang": arguments.sglang}
     sys.stdout.write("sampler   tokens/s   start s   memory MiB   update s\n")
     for name, python in pythons.items():
-        if python is None and name not in ("native", "hf"):
+        if python is None and (arguments.lora_rank or name not in ("native", "hf")):
             continue
         speed, up, taken, update = measure(name, python, module, requests)
         sys.stdout.write(f"{name:8s} {speed:9.1f} {up:9.1f} {taken:12.0f} {update:10.2f}\n")

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from caldera import __version__
+from caldera.errors import nearest
 from caldera.trainer.completion import SHELLS, CommandWords, completion_script, words_of
-from caldera.trainer.entry import run_entry_point, split_overrides
+from caldera.trainer.entry import USER_ERROR, run_entry_point, split_overrides
 
 
 @dataclass(frozen=True)
@@ -117,16 +119,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in COMMANDS:
         status: int = _named(COMMANDS[arguments[0]].main)(arguments[1:])
         return status
+    parser = _parser()
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return USER_ERROR
+    if not arguments[0].startswith("-"):
+        likely = nearest(arguments[0], COMMANDS)
+        guess = f"did you mean {likely}? " if likely else ""
+        parser.error(f"no command {arguments[0]!r}; {guess}`caldera --help` lists them")
+    parser.parse_args(arguments)  # shows the help or the version, or complains
+    return 0
+
+
+HELP = """\
+Reinforcement learning of language models.
+
+  caldera doctor     what of this machine works
+  caldera demo       watch a small model learn, in a minute or two
+  caldera train ...  train your own
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="caldera",
-        description="Reinforcement learning of language models.",
-        epilog="`caldera COMMAND --help` tells more of each.",
-    )
+        prog="caldera", description=HELP, epilog="`caldera COMMAND --help` tells more of each.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"caldera {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         commands.add_parser(name, help=command.help)
-    parser.parse_args(arguments)  # shows the help, or complains
-    return 0
+    return parser
 
 
 def _named(target: str) -> Any:
@@ -213,15 +236,25 @@ def report(arguments: list[str]) -> int:
 
 def sandbox_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="caldera sandbox", description="Run programs that a model wrote, for others."
+        prog="caldera sandbox",
+        description="Run programs that a model wrote, apart from everything else, for others.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
-    serve = actions.add_parser("serve", help="answer Sandbox Fusion's requests: POST /run_code")
+    serve = actions.add_parser(
+        "serve", help="answer Sandbox Fusion's requests: POST /run_code",
+        description="Answer Sandbox Fusion's requests (POST /run_code) until Ctrl-C or SIGTERM.",
+    )  # fmt: skip
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     serve.add_argument("--port", type=int, default=8080, help="port to listen on (8080)")
-    serve.add_argument("--slots", type=int, default=2, help="programs at the same time (2)")
-    serve.add_argument("--seconds", type=float, default=30, help="most that a request gets (30)")
-    serve.add_argument("--memory-mb", type=int, default=1024, help="most of a program (1024)")
+    serve.add_argument(
+        "--slots", type=int, default=2, help="programs that run at the same time (2)"
+    )
+    serve.add_argument(
+        "--seconds", type=float, default=30, help="longest that a program may run (30)"
+    )
+    serve.add_argument(
+        "--memory-mb", type=int, default=1024, help="memory that a program may take (1024)"
+    )
     serve.add_argument(
         "--allow-unsafe", action="store_true", help="run even where nothing can be isolated"
     )

@@ -6,8 +6,11 @@ import json
 import logging
 import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,13 @@ EQUAL = (
     "critic/score/mean", "critic/score/max", "critic/rewards/mean", "response_length/mean",
 )  # fmt: skip
 """Metrics that do not depend on where the workers of a run are, or on how many there are."""
+
+LONG_FILES = (
+    "e2e/test_learning.py", "e2e/test_algorithms.py", "e2e/test_resume.py",
+    "integration/test_docs.py", "integration/test_sharded_engines.py", "integration/test_exact.py",
+    "integration/test_served_rewards.py", "integration/test_many_processes.py",
+    "ray/test_training.py",
+)  # fmt: skip
 
 PROMPTS, ANSWERS = 25, 16  # of a step, and of each prompt
 HOLDING_SCORER = f"""
@@ -44,12 +54,43 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, go):
 """Scores as ever; in the third step of a run it waits for a file."""
 
 
+class WarmPython:
+    """Runs modules in processes of their own that have imported everything already."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
+        self._server: subprocess.Popen[bytes] | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="warm-"))  # the path of a socket must be short
+
+    def command(self, module: str, *arguments: str) -> list[str]:
+        """Stands for `python -m MODULE ARGUMENTS`."""
+        here, address = Path(__file__).parent, self._folder / "socket"
+        if self._server is None:
+            self._server = subprocess.Popen(
+                [sys.executable, here / "warm_server.py", address], env=self.environment,
+                stdin=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+            while not address.exists():
+                assert self._server.poll() is None
+                time.sleep(0.01)
+        client = [sys.executable, "-I", "-S", here / "warm_client.py", address]
+        return [*map(str, client), "-m", module, *arguments]
+
+    def close(self) -> None:
+        if self._server is not None:
+            assert self._server.stdin is not None
+            self._server.stdin.close()
+            self._server.wait()
+        shutil.rmtree(self._folder)
+
+
 @dataclass(frozen=True)
 class Lab:
     """A warm-started model with its data, and training runs on them."""
 
     folder: Path
     environment: dict[str, str]
+    warm: WarmPython
 
     @property
     def model(self) -> Path:
@@ -116,11 +157,14 @@ class Lab:
         command = [sys.executable, "-m", "caldera.trainer.main_ppo", *arguments]
         return subprocess.Popen(command, env=self.environment, text=True, **options)
 
-    def run(self, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-        """The entry point in a process of its own, to its end."""
-        with self.start(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            output, errors = process.communicate()
-        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+    def run(
+        self, arguments: list[str], module: str = "caldera.trainer.main_ppo", **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """An entry point in a process of its own, to its end."""
+        return subprocess.run(
+            self.warm.command(module, *arguments), env=self.environment | environment, text=True,
+            capture_output=True, check=False,
+        )  # fmt: skip
 
     def train(self, run_dir: Path, *more: str) -> list[dict[str, Any]]:
         """A run that must succeed; returns its metrics."""
@@ -162,6 +206,12 @@ class Lab:
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take minutes come first: begun last, one would be left to one core."""
+    order = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(order)))
+
+
 @pytest.fixture(autouse=True)
 def log_level() -> Iterator[None]:
     """Entry points that run in this process set the level of the log: for their test alone."""
@@ -172,7 +222,22 @@ def log_level() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+def warm() -> Iterator[WarmPython]:
+    others = ("CALDERA_", "RAY_ADDRESS", "VERL_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(others)}
+    environment |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    python = WarmPython(environment)
+    yield python
+    python.close()
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython) -> Lab:
     """Sums of two small numbers: there are 25, all of them to train on and to validate with."""
     from caldera.demo.arithmetic import build_tokenizer, write_parquet
 
@@ -185,16 +250,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(folder / "model")
     _save_warm_started_model(tokenizer, problems, folder / "model")
-    others = ("CALDERA_", "RAY_ADDRESS", "VERL_")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(others)}
-    environment |= {
-        "CALDERA_CACHE": str(folder / "cache"),
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    return Lab(folder, environment)
+    environment = warm.environment | {"CALDERA_CACHE": str(folder / "cache")}
+    return Lab(folder, environment, warm)
 
 
 @dataclass(frozen=True)
@@ -236,10 +293,7 @@ class Lessons:
         self, command: list[str], arguments: list[str], **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """A command in a process of its own, to its end."""
-        return subprocess.run(
-            [sys.executable, "-m", *command, *arguments], env=self.lab.environment | environment,
-            text=True, capture_output=True, timeout=300, check=False,
-        )  # fmt: skip
+        return self.lab.run([*command[1:], *arguments], command[0], **environment)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from caldera.config import PPOTrainerConfig
+    from caldera.tools.running import ToolRunner
 
 __all__ = ["AgentLoops", "run_in_background"]
 
@@ -54,6 +56,9 @@ class AgentLoops:
         # First: a module of loops may register a parser of tool calls.
         self._own: dict[str, MakeLoop] = read_loops(agent.agent_loop_config_path)
         self._setting = RunConfig(config, equip(config, tokenizer))
+        if (tools := self._setting.equipment.tools) is not None:
+            # Nobody ends the loops of a process: what tools hold open goes when they do.
+            weakref.finalize(self, _close, tools).atexit = False
 
     def __call__(
         self,
@@ -163,6 +168,11 @@ def _as_completion(output: AgentLoopOutput, facts: TrajectoryFacts) -> Completio
     """The trajectory as those see it who know answers of one turn alone."""
     log_probs = output.response_logprobs or [0.0] * len(output.response_ids)
     return Completion(output.response_ids, log_probs, "stop", 0, columns=facts.columns())
+
+
+def _close(tools: ToolRunner) -> None:
+    """Not waited for: this may be called in the event loop's own thread."""
+    asyncio.run_coroutine_threadsafe(tools.close(), _background())
 
 
 @cache

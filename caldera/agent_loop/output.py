@@ -51,13 +51,12 @@ def fitted(output: AgentLoopOutput, prompt_length: int, response_length: int) ->
             f"an agent loop made a prompt of {len(output.prompt_ids)} tokens, more than "
             f"data.max_prompt_length={prompt_length}"
         )
-    mask = output.response_mask[:response_length]
-    while mask and not mask[-1]:
-        mask = mask[:-1]
-    end = len(mask)
+    end = min(len(output.response_mask), response_length)
+    while end and not output.response_mask[end - 1]:
+        end -= 1
     log_probs = output.response_logprobs
     output.response_ids = output.response_ids[:end]
-    output.response_mask = mask
+    output.response_mask = output.response_mask[:end]
     output.response_logprobs = None if log_probs is None else log_probs[:end]
     output.turn_rewards = [(place, reward) for place, reward in output.turn_rewards if place < end]
     return output

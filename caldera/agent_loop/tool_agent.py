@@ -14,8 +14,10 @@ from caldera.agent_loop.timeline import DETAIL, TOOL, USER
 from caldera.data.chat import Message
 from caldera.data.padding import truncate
 from caldera.errors import DataError
+from caldera.interactions.conversation import Conversation
 from caldera.tools.parsing import FunctionCall
 from caldera.tools.running import ToolOutcome, ToolState
+from caldera.tools.texts import encodable
 
 if TYPE_CHECKING:
     from caldera.interactions.base import BaseInteraction
@@ -39,7 +41,6 @@ class State(Enum):
 class Trajectory:
     """A trajectory under way."""
 
-    row: Mapping[str, Any]
     tools: ToolState
     prompt_ids: list[int] = field(default_factory=list)
     response_ids: list[int] = field(default_factory=list)
@@ -54,14 +55,20 @@ class Trajectory:
     tool_rewards: list[float] = field(default_factory=list)
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     tool_calls: dict[str, int] = field(default_factory=dict)
-    interaction: BaseInteraction | None = None
-    interaction_id: str = ""
+    conversation: Conversation | None = None
+    """With the row's interaction; None: nobody answers."""
 
     def append(self, ids: Sequence[int], log_probs: Sequence[float] | None = None) -> None:
         """Put tokens behind the others; those without log-probs are not the policy's."""
         self.response_ids += ids
         self.response_mask += [int(log_probs is not None)] * len(ids)
         self.response_logprobs += [0.0] * len(ids) if log_probs is None else log_probs
+
+    def count(self, calls: Mapping[str, int], prefix: str) -> None:
+        """Add calls, by outcome, to those of `tool_calls`."""
+        for outcome, number in calls.items():
+            key = f"{prefix}/{outcome}"
+            self.tool_calls[key] = self.tool_calls.get(key, 0) + number
 
     def reward_turn(self, reward: float) -> None:
         """Reward the answer that was given last, on its last token."""
@@ -80,6 +87,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         trajectory = self._begin(row)
+        conversation = trajectory.conversation
         steps = {
             State.PENDING: self._pend,
             State.GENERATING: self._generate,
@@ -91,8 +99,10 @@ class ToolAgentLoop(AgentLoopBase):
             while state is not State.TERMINATED:
                 state = await steps[state](trajectory, sampling_params)
         finally:
-            if trajectory.interaction is not None:
-                await trajectory.interaction.finalize_interaction(trajectory.interaction_id)
+            if conversation is not None:
+                await conversation.end()
+        if conversation is not None:
+            trajectory.count(conversation.failures, f"interaction.{conversation.interaction.name}")
         return AgentLoopOutput(
             prompt_ids=trajectory.prompt_ids,
             response_ids=trajectory.response_ids,
@@ -114,10 +124,8 @@ class ToolAgentLoop(AgentLoopBase):
         schemas = tools.schemas(state.tool_names) if tools is not None else ()
         ids = await self.apply_chat_template(state.messages, schemas)
         trajectory.prompt_ids = truncate(ids, data.max_prompt_length, data.truncation)
-        if trajectory.interaction is not None:
-            trajectory.interaction_id = await trajectory.interaction.start_interaction(
-                state.request_id, **trajectory.row["interaction_kwargs"]
-            )
+        if trajectory.conversation is not None and not await trajectory.conversation.begin():
+            trajectory.conversation = None
         return State.GENERATING
 
     async def _generate(self, trajectory: Trajectory, params: dict[str, Any]) -> State:
@@ -137,7 +145,7 @@ class ToolAgentLoop(AgentLoopBase):
             trajectory.calls, trajectory.problems = found.calls, found.problems
             if found.calls or found.problems:
                 return State.PROCESSING_TOOLS
-        return State.INTERACTING if trajectory.interaction is not None else State.TERMINATED
+        return State.INTERACTING if trajectory.conversation is not None else State.TERMINATED
 
     async def _process_tools(self, trajectory: Trajectory, _params: dict[str, Any]) -> State:
         outcomes = await self._outcomes(trajectory)
@@ -147,18 +155,15 @@ class ToolAgentLoop(AgentLoopBase):
         return self._answer(trajectory, [{"role": "tool", "content": o.text} for o in outcomes])
 
     async def _interact(self, trajectory: Trajectory, _params: dict[str, Any]) -> State:
-        assert trajectory.interaction is not None
+        assert trajectory.conversation is not None
         with self.server_manager.timeline.event(USER) as event:
-            is_over, text, score, _ = await trajectory.interaction.generate_response(
-                trajectory.interaction_id, trajectory.tools.messages,
-                **trajectory.row["interaction_kwargs"],
-            )  # fmt: skip
+            is_over, text, score = await trajectory.conversation.answer(trajectory.tools.messages)
             event["score"] = score
         trajectory.turn_scores.append(score)
         trajectory.reward_turn(score)
         if is_over:
             return State.TERMINATED
-        return self._answer(trajectory, [{"role": "user", "content": text}])
+        return self._answer(trajectory, [{"role": "user", "content": encodable(text)}])
 
     # ------------------------------------------------------------------ parts of them
 
@@ -170,7 +175,9 @@ class ToolAgentLoop(AgentLoopBase):
             tools_kwargs=row.get("tools_kwargs") or {},
             tool_names=extra_info.get("tool_selection"),
         )
-        return Trajectory(row, state, interaction=self._interaction(row))
+        interaction = self._interaction(row)
+        talk = None if interaction is None else Conversation(interaction, state.request_id, row)
+        return Trajectory(state, conversation=talk)
 
     def _interaction(self, row: Mapping[str, Any]) -> BaseInteraction | None:
         interactions = self.equipment.interactions
@@ -214,8 +221,7 @@ class ToolAgentLoop(AgentLoopBase):
         for outcome in outcomes:
             # Names that a model makes up would each be a metric of their own.
             name = outcome.name if outcome.name in tools.tools else "other"
-            key = f"{name}/{outcome.status}"
-            trajectory.tool_calls[key] = trajectory.tool_calls.get(key, 0) + 1
+            trajectory.count({outcome.status: 1}, name)
         return outcomes
 
     def _answer(self, trajectory: Trajectory, messages: list[Message]) -> State:

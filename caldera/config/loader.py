@@ -137,6 +137,12 @@ def _known_keys(schema: type) -> dict[str, bool]:
     return {key: str(field.type).startswith("dict[str, Any]") for key, field, _ in walk(schema())}
 
 
+def read_override(text: str) -> tuple[str, Any]:
+    """The key and the value of `key=value`."""
+    override, _ = _parse(text)
+    return override.key_or_group, override.value()
+
+
 # ---------------------------------------------------------------------- composing
 
 

@@ -42,6 +42,13 @@ SHORT_PROFILE = (
     *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"),
 )
 """The keys that most runs set."""
+SHORT_ELSEWHERE = (
+    *("data.path", "data.output_path", "data.n_samples", "data.response_key", "data.compare_path"),
+    *("model.path", "model.partial_pretrain", "model.lora_rank", "optim.lr", "dpo.beta"),
+    *("rollout.name", "rollout.temperature", "rollout.top_p", "rollout.top_k"),
+    *("rollout.response_length", "server.host", "server.port", "data.max_length"),
+)
+"""The same of commands other than `caldera train`."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ def help_text(schema: type, under: str | None = None, width: int = 100) -> str:
     if under:
         infos = [i for i in infos if f"{i.key}.".startswith(f"{under}.") or i.key.endswith(under)]
         return _entries(infos, width) if infos else f"no key {under!r}\n"
-    short = [info for info in infos if info.key in SHORT_PROFILE]
+    short = [info for info in infos if info.key in (*SHORT_PROFILE, *SHORT_ELSEWHERE)]
     rest = [info for info in infos if info not in short and not info.refused]
     refused = [info for info in infos if info.refused]
     parts = [(f"All {len(rest)} other keys:" if short else "Keys:", rest)]

@@ -176,7 +176,8 @@ class RolloutConfig(ConfigGroup):
     """Return the cache's memory while training."""
     load_format: str = refused("dummy", "samplers use the trainer's weights; leave the key out")
     tensor_model_parallel_size: int = option(1, minimum=1, unit="devices")
-    """vLLM and SGLang: devices that share one engine, of those that the worker sees."""
+    """Native: ranks that sample together, each with its part of every layer and of the cache. vLLM
+    and SGLang: devices that share one engine, of those that the worker sees."""
     data_parallel_size: int = option(1, minimum=1, unit="engines")
     """vLLM and SGLang with engine_python: engines of each worker, which share its requests."""
     expert_parallel_size: int = refused(1, SHARED_MATRICES)

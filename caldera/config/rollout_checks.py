@@ -16,8 +16,9 @@ REMOTE = "remote"
 OTHER_SAMPLERS = ("trtllm",)
 """Names of verl's that nothing here serves."""
 
+TENSOR_PARALLEL = "tensor_model_parallel_size"
 OF_ENGINES = (
-    "engine_python", "tensor_model_parallel_size", "data_parallel_size", "disable_log_stats",
+    "engine_python", TENSOR_PARALLEL, "data_parallel_size", "disable_log_stats",
     "multi_stage_wake_up",
 )  # fmt: skip
 RECORDED = "cudagraph_capture_sizes"
@@ -49,18 +50,37 @@ def check_rollout(config: RolloutConfig) -> None:
             f"{KEY}.trace.backend={config.trace.backend!r} is not part of this release; takes "
             f"{', '.join(TRACE_BACKENDS)}"
         )
-    check_engine_keys(config, KEY)
+    ranks = config.tensor_model_parallel_size
+    if ranks > 1 and config.native.exact and name not in ENGINE_SAMPLERS:
+        raise UnsupportedError(
+            f"{KEY}.native.exact=True with {KEY}.{TENSOR_PARALLEL}={ranks}: sums over ranks have "
+            f"another order than the trainer's; takes {KEY}.{TENSOR_PARALLEL}=1"
+        )
+    check_engine_keys(config, KEY, has_ranks=True)
 
 
-def check_engine_keys(config: RolloutConfig, key: str) -> None:
-    """The keys of engines; `key` is the group that they are in."""
+def check_sampling_ranks(size: int, ranks: int, devices_from: str = "") -> None:
+    """The ranks that sample come in whole groups."""
+    if ranks % size:
+        raise ConfigError(
+            f"{KEY}.{TENSOR_PARALLEL}={size} does not divide the {ranks} ranks{devices_from}"
+        )
+
+
+def check_engine_keys(config: RolloutConfig, key: str, has_ranks: bool = False) -> None:
+    """The keys of engines; `key` is the group that they are in. `has_ranks`: several processes may
+    share the native sampler."""
     name = config.name or "native"
     is_engine = name in ENGINE_SAMPLERS
     of_others = (*OF_ENGINES, BUCKETS) if name == "native" else (*OF_ENGINES, BUCKETS, RECORDED)
     for option in NOT_OF_ENGINES if is_engine else of_others:
+        is_shared = has_ranks and option == TENSOR_PARALLEL
+        if is_shared and name == "native":
+            continue
         value, default = _value(config, option), _default(option)
         if value != default:
-            takers = "native" if is_engine else "vllm or sglang"
+            others = "native, vllm or sglang" if is_shared else "vllm or sglang"
+            takers = "native" if is_engine else others
             raise UnsupportedError(
                 f"{key}.{option}={shown(value)}: takes {key}.name={takers}, not {name}"
             )

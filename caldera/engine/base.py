@@ -133,8 +133,8 @@ class Engine(ABC):
         """Advance the learning-rate schedule by one training step; returns the rate just used."""
 
     @abstractmethod
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream of (Hugging Face name, full tensor)."""
+    def export_weights(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Stream of (Hugging Face name, full tensor), an adapter `merged` or left out."""
 
     @abstractmethod
     def adapter_weights(self) -> dict[str, Tensor]:

@@ -120,8 +120,8 @@ class TrainingEngine(Engine):
 
     # ---- weights
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return exported_weights(self.module, self._layout.whole, self._layout.tensors())
+    def export_weights(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return exported_weights(self.module, self._layout.whole, self._layout.tensors(), merged)
 
     def adapter_weights(self) -> dict[str, Tensor]:
         return {

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from caldera.errors import ConfigError
+
 __all__ = ["BaseInteraction", "Reply"]
 
 Message = dict[str, Any]
@@ -17,9 +19,14 @@ Reply = tuple[bool, str, float, dict[str, Any]]
 class BaseInteraction(ABC):
     """Answers a policy. One object serves all trajectories of its process, by their instances."""
 
+    timeout: float | None = 600.0
+    """Seconds that an answer may take, by `timeout` of the config; None: any time."""
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = dict(config)
         self.name = str(config.get("name", "interaction"))
+        if "timeout" in config:
+            self.timeout = _seconds(config["timeout"], self.name)
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """Begin a conversation; `kwargs` are the row's `interaction_kwargs`."""
@@ -39,6 +46,13 @@ class BaseInteraction(ABC):
         self, instance_id: str, **kwargs: Any
     ) -> None:
         """End a conversation, however it went."""
+
+
+def _seconds(given: Any, name: str) -> float | None:
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if given is not None and not (is_number and given > 0):
+        raise ConfigError(f"{name}: config.timeout={given!r} must be a number above 0, or null")
+    return None if given is None else float(given)
 
 
 def last_answer(messages: Sequence[Message]) -> str:

@@ -83,18 +83,24 @@ def plain_name(name: str) -> str:
     return re.sub(rf"\.(base_layer|original_module|modules_to_save\.{ADAPTER})\.", ".", name)
 
 
-def merged_weights(
-    model: nn.Module, state: Mapping[str, Tensor], whole: Callable[[Tensor], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of each parameter in the state of a model with adapters.
-
-    The state's names may have peft's prefix or not.
-    """
-    layers = {
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers of a Hugging Face model that have an adapter, by the names that they had."""
+    return {
         WRAPPERS.sub("", name): layer
         for name, layer in model.named_modules()
         if hasattr(layer, "get_delta_weight")
     }
+
+
+def merged_weights(
+    model: nn.Module, state: Mapping[str, Tensor], whole: Callable[[Tensor], Tensor],
+    merged: bool = True,
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """(Hugging Face name, whole tensor) of each parameter in the state of a model with adapters.
+
+    The state's names may have peft's prefix or not. Adapters are `merged`, or left out.
+    """
+    layers = adapted_layers(model) if merged else {}
     state = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
     for name, tensor in state.items():
         if ".lora_" in name or ".original_module." in name:
@@ -188,7 +194,7 @@ def _saved_readers(module: nn.Module, folder: str, asked: str) -> dict[str, Read
         files = WeightFiles([Path(folder).expanduser() / "adapter_model.safetensors"])
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{asked}: adapter_model.safetensors cannot be read: {error}") from error
-    places = {_saved_name(name): (name, p) for name, p in module.named_parameters()}
+    places = {saved_name(name): (name, p) for name, p in module.named_parameters()}
     own = {saved for saved, (name, _) in places.items() if saved != name}
     shapes = files.shapes()
     for name in sorted(own - shapes.keys()):
@@ -202,7 +208,7 @@ def _saved_readers(module: nn.Module, folder: str, asked: str) -> dict[str, Read
     return {places[name][0]: partial(files.tensor, name) for name in shapes}
 
 
-def _saved_name(name: str) -> str:
+def saved_name(name: str) -> str:
     """The name of a parameter in an adapter's file, where only the adapter's own are renamed."""
     name = re.sub(rf"\.modules_to_save\.{ADAPTER}\.", ".", name)
     return re.sub(rf"(\.lora_\w+)\.{ADAPTER}", r"\1", name)

@@ -34,6 +34,7 @@ from caldera.models.exact_kernels import (
     mean,
 )
 from caldera.models.exact_mode import in_exactness, set_exactness
+from caldera.models.exact_norm import fuse_norms
 from caldera.models.forward import base_module
 
 _MARK = "_caldera_exact"
@@ -42,6 +43,7 @@ _MARK = "_caldera_exact"
 def make_exact(module: nn.Module) -> None:
     """Let every forward pass of the module, by whomever, be exact."""
     setattr(base_module(module), _MARK, True)
+    fuse_norms(module)
 
 
 def is_exact(module: nn.Module) -> bool:

@@ -24,8 +24,10 @@ SMALLEST_PRODUCT = 16
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
-def product(values: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """values (R, K), weight (N, K); returns (R, N) in their dtype."""
+def product(
+    values: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """values (R, K), weight (N, K), bias (N,); returns (R, N) in their dtype."""
     rows, depth = values.shape
     columns = weight.shape[0]
     if out is None:
@@ -33,9 +35,9 @@ def product(values: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor
     tile = (128, 256) if columns >= WIDE else (128, 64) if rows <= 512 else (64, 128)
     grid = (triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]),)
     _product_kernel[grid](
-        values, weight, out, rows, columns, depth,
+        values, weight, out if bias is None else bias, out, rows, columns, depth,
         values.stride(0), values.stride(1), weight.stride(0), weight.stride(1), out.stride(0),
-        ROWS=tile[0], COLUMNS=tile[1], DEPTH=DEPTH, num_stages=4,
+        ROWS=tile[0], COLUMNS=tile[1], DEPTH=DEPTH, BIASED=bias is not None, num_stages=4,
         num_warps=8 if columns >= WIDE else 4, enable_fp_fusion=True,
     )  # fmt: skip
     return out
@@ -43,10 +45,10 @@ def product(values: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _product_kernel(
-    values: tl.tensor, weight: tl.tensor, out: tl.tensor, rows: tl.tensor, columns: tl.tensor,
-    depth: tl.tensor, value_row: tl.tensor, value_cell: tl.tensor, weight_row: tl.tensor,
-    weight_cell: tl.tensor, out_row: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    values: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, rows: tl.tensor,
+    columns: tl.tensor, depth: tl.tensor, value_row: tl.tensor, value_cell: tl.tensor,
+    weight_row: tl.tensor, weight_cell: tl.tensor, out_row: tl.tensor, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Programs that share rows of the weight follow each other, so that it is read once."""
     tiles = tl.cdiv(rows, ROWS)
@@ -63,6 +65,8 @@ def _product_kernel(
         total = tl.dot(one, other, total, input_precision="ieee")
         left += DEPTH * value_cell
         right += DEPTH * weight_cell
+    if BIASED:
+        total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     place = out + row[:, None] * out_row + column[None, :]
     there = (row < rows)[:, None] & (column < columns)[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=there)
@@ -87,6 +91,36 @@ def _mean_kernel(
     cell = tl.arange(0, WIDTH)
     found = tl.load(values + row * stride + cell, mask=cell < width, other=0.0)
     tl.store(out + row, tl.sum(found, 0) / width)
+
+
+def rms_norm(values: Tensor, weight: Tensor, epsilon: float, shifted: bool) -> Tensor:
+    """values (..., K), weight (K,); see `exact_norm`."""
+    width = values.shape[-1]
+    rows = values.reshape(-1, width)
+    out = torch.empty(rows.shape, dtype=values.dtype, device=values.device)
+    _norm_kernel[(len(rows),)](
+        rows, weight, out, width, rows.stride(0), epsilon,
+        WIDTH=triton.next_power_of_2(width), SHIFTED=shifted, **OPTIONS,
+    )  # fmt: skip
+    return out.view(values.shape)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm_kernel(
+    values: tl.tensor, weight: tl.tensor, out: tl.tensor, width: tl.tensor, stride: tl.tensor,
+    epsilon: tl.tensor, WIDTH: tl.constexpr, SHIFTED: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cell = tl.arange(0, WIDTH)
+    inside = cell < width
+    found = tl.load(values + row * stride + cell, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + cell, mask=inside, other=0.0)
+    normed = found * tl.rsqrt(tl.sum(found * found, 0) / width + epsilon)
+    if SHIFTED:
+        normed = normed * (1.0 + scale.to(tl.float32))
+    else:
+        normed = normed.to(out.dtype.element_ty).to(tl.float32) * scale.to(tl.float32)
+    tl.store(out + row * width + cell, normed.to(out.dtype.element_ty), mask=inside)
 
 
 def attend(

@@ -34,16 +34,18 @@ KEYS = 64
 
 def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """values (..., K), weight (N, K); returns (..., N)."""
-    product: Tensor = _Linear.apply(values, weight)  # type: ignore[no-untyped-call]
-    return product if bias is None else product + bias
+    if bias is not None and not values.is_cuda:
+        return linear(values, weight) + bias
+    product: Tensor = _Linear.apply(values, weight, bias)  # type: ignore[no-untyped-call]
+    return product
 
 
-def _tiled_product(values: Tensor, weight: Tensor) -> Tensor:
-    """values (R, K), weight (N, K)."""
+def _tiled_product(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """values (R, K), weight (N, K); a bias (N,) on CUDA only."""
     if values.is_cuda:
         from caldera.models.exact_cuda import product  # Triton comes with the torch for CUDA alone
 
-        return product(values, weight)
+        return product(values, weight, bias)
     rows, width = values.shape
     # A copy, so that memory begins where vectors do.
     padded = values.new_zeros(-(-rows // ROWS) * ROWS, width)
@@ -57,20 +59,21 @@ def _tiled_product(values: Tensor, weight: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(values, weight)
-        product = _tiled_product(values.reshape(-1, values.shape[-1]), weight)
+        product = _tiled_product(values.reshape(-1, values.shape[-1]), weight, bias)
         return product.view(*values.shape[:-1], len(weight))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         values, weight = ctx.saved_tensors
         grad = grads[0]
         of_values = grad @ weight if ctx.needs_input_grad[0] else None
         of_weight = None
         if ctx.needs_input_grad[1]:
             of_weight = grad.flatten(0, -2).t() @ values.flatten(0, -2)
-        return of_values, of_weight
+        of_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return of_values, of_weight, of_bias
 
 
 def matmul(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -83,7 +86,7 @@ def matmul(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
     if out is not None and out.is_cuda:
         from caldera.models.exact_cuda import product
 
-        return product(left, right.t(), out)
+        return product(left, right.t(), out=out)
     found = linear(left, right.t())
     return found if out is None else out.copy_(found)
 

@@ -178,8 +178,10 @@ def exported_weights(
     module: nn.Module,
     whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     state: Mapping[str, Tensor] | None = None,
+    merged: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of every parameter, adapters merged, one at a time.
+    """(Hugging Face name, whole tensor) of every parameter, adapters `merged` or left out, one at
+    a time.
 
     `state` has the tensors under the module's names where its own state dict would not do, and
     `whole` makes one of them whole where it is sharded; every rank calls it in the same order.
@@ -187,7 +189,7 @@ def exported_weights(
     model = base_module(module)
     state = model.state_dict() if state is None else state
     if model is not module:
-        yield from merged_weights(model, state, whole)
+        yield from merged_weights(model, state, whole, merged)
         return
     for name, tensor in state.items():
         yield name, whole(tensor)

@@ -196,7 +196,7 @@ def _body(model: str, request: Request) -> dict[str, Any]:
         **({"stop": list(params.stop), "include_stop_str_in_output": True} if params.stop else {}),
         "stop_token_ids": [] if params.ignore_eos else sorted(params.stop_token_ids),
         "seed": request.seed % SEEDS,
-        "logprobs": 1,
+        "logprobs": 0,  # of the sampled token, and of no others
         "return_token_ids": True,
     }
 

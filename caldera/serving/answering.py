@@ -11,6 +11,7 @@ from typing import Any
 from caldera.rollout import Completion, SamplingParams
 from caldera.serving.chat_model import ChatModel
 from caldera.serving.reading import CHAT, Asked
+from caldera.serving.streaming_text import UNFINISHED
 from caldera.tools.parsing import ParsedCalls, ToolParser
 
 LEAST_LOG_PROB = -9999.0
@@ -199,7 +200,9 @@ def _ranked(completion: Completion) -> list[list[tuple[int, float]]]:
 def _chat_log_probs(completion: Completion, model: ChatModel) -> Json:
     def shown(token: int, log_prob: float) -> Json:
         text = str(model.tokenizer.decode([token]))
-        return {"token": text, "logprob": _finite(log_prob), "bytes": list(text.encode())}
+        # The bytes of a part of a character are not known from its text.
+        own = None if UNFINISHED in text else list(text.encode())
+        return {"token": text, "logprob": _finite(log_prob), "bytes": own}
 
     sampled = zip(completion.token_ids, completion.log_probs, _ranked(completion), strict=True)
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -32,6 +33,16 @@ class ChatModel:
     """What a request gets that does not say; its `max_tokens` and stop tokens are those above."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template that a request may replace."""
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of a prompt at most, with room for an answer."""
+        return min(self.prompt_length, self.max_length - 1)
+
+    @cached_property
+    def most_characters(self) -> int:
+        """A text of more has too many tokens: to find out how many may take minutes."""
+        return self.longest_prompt * max(map(len, self.tokenizer.get_vocab()))
 
     def text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))

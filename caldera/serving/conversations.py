@@ -8,6 +8,7 @@ answer of a session are remembered, and put where a message repeats it.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import uuid
 from collections.abc import Mapping, Sequence
@@ -19,10 +20,14 @@ from transformers import PreTrainedTokenizerBase
 from caldera.data.chat import Message, chat_messages, render_chat, tokenize_text
 from caldera.data.turns import QUESTION, TurnAppender
 from caldera.errors import ConfigError, DataError
-from caldera.serving.reading import Fields, tools_of
+from caldera.serving.chat_model import ChatModel
+from caldera.serving.reading import BadField, Fields, check_characters, tools_of
 
-TAKEN = {"add_generation_prompt", "chat_template", "messages", "tokenize", "tools"}
+RENDERING = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+TAKEN = {"messages", *RENDERING} - {"documents", "kwargs"}
 """Arguments of a template's rendering that are none of the template's own."""
+FAILURES = (ArithmeticError, AttributeError, LookupError, RecursionError, ValueError)
+"""What the code of a template raises, beside its own errors, on what it was not written for."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +70,11 @@ class Sampled:
 
 
 class ChatPrompts:
-    """Renders chats in the template of a tokenizer."""
+    """Renders chats in the template of a model."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, model: ChatModel) -> None:
+        self._model = model
+        self._tokenizer = model.tokenizer
         self.cannot_append = self._why_not()
         """Why turns cannot be put behind tokens that are there; None: they can."""
 
@@ -133,7 +139,7 @@ class ChatPrompts:
             {"role": "assistant", "content": marks[place]} if place in marks else message
             for place, message in enumerate(messages)
         ]
-        text = render_chat(self._tokenizer, marked, kwargs)
+        text = self._rendered(marked, kwargs)
         hidden = [place for place, mark in marks.items() if text.count(mark) != 1]
         if hidden:  # the template shows them in another form, or not at all
             kept = {place: tokens for place, tokens in said.items() if place not in hidden}
@@ -143,6 +149,17 @@ class ChatPrompts:
             before, _, text = text.partition(mark)
             parts.append(before)
         return [*parts, text], {place: said[place] for place in marks}
+
+    def _rendered(self, messages: list[Message], kwargs: Mapping[str, Any]) -> str:
+        try:
+            text = render_chat(self._tokenizer, messages, kwargs)
+        except DataError:
+            raise
+        except FAILURES as error:
+            told = f"{type(error).__name__}: {error}"
+            raise DataError(f"the chat template failed on the messages: {told}") from error
+        check_characters(text, self._model)
+        return text
 
     def _joined(self, parts: Sequence[str], answers: Sequence[list[int]]) -> list[int]:
         """Answers, each with the part behind it; the end of a turn is not written twice."""
@@ -169,9 +186,10 @@ def read_chat(fields: Fields, defaults: Mapping[str, Any]) -> Chat:
     messages = template_messages(fields.get("messages"))
     kwargs = fields.get("chat_template_kwargs", {})
     if not isinstance(kwargs, dict):
-        raise DataError(f"chat_template_kwargs={kwargs!r:.100}: takes a JSON object")
+        raise BadField("chat_template_kwargs", kwargs, "takes a JSON object")
     if taken := set(kwargs) & TAKEN:
-        raise DataError(f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set there")
+        takes = f"{', '.join(sorted(taken))} cannot be set there"
+        raise BadField("chat_template_kwargs", kwargs, takes)
     return Chat(messages, tools_of(fields), {**defaults, **kwargs})
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import threading
 import time
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
+logger = logging.getLogger(__name__)
+
 MAX_REQUEST_BYTES = 32 * 2**20
 SECONDS_TO_START = 30.0
 SECONDS_TO_END = 5.0
-METHODS = ["GET", "POST", "DELETE"]
 CLIENT_IS_GONE = 499
 EVENTS = "text/event-stream"
 
@@ -36,7 +38,7 @@ T = TypeVar("T")
 class Request:
     method: str
     path: str
-    """With the query, if there is one."""
+    """As it was sent: quoted, and with the query, if there is one."""
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict, compare=False)
     """By their names in small letters."""
@@ -64,10 +66,10 @@ def json_reply(content: Any, status: int = 200) -> Reply:
     return Reply(status, json.dumps(content).encode())
 
 
-def error_content(status: int, message: str) -> dict[str, Any]:
-    """An error as clients of OpenAI's protocol read it."""
+def error_content(status: int, message: str, field: str | None = None) -> dict[str, Any]:
+    """An error as clients of OpenAI's protocol read it; `field` is what it is about."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": field, "code": status}}
 
 
 def error_reply(status: int, message: str) -> Reply:
@@ -115,9 +117,8 @@ def own_address(peer: str) -> str:
 def _make_server(handle: Handler) -> Any:
     try:
         import uvicorn
-        from starlette.applications import Starlette
+        from starlette.requests import Request as StarletteRequest
         from starlette.responses import Response
-        from starlette.routing import Route
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"a server needs {error.name}, which is not installed; install caldera[serve]"
@@ -141,21 +142,14 @@ def _make_server(handle: Handler) -> Any:
 
             await _unless_gone(send_all(), receive)
 
-    async def answer(request: StarletteRequest) -> Response:
-        asked = await _read(request)
-        if asked is None:
-            reply: Reply | Stream | None = error_reply(
-                413, f"a request may have {MAX_REQUEST_BYTES} bytes"
-            )
-        else:
-            reply = await _unless_gone(_await(handle(asked)), request.receive)
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        reply = await _reply(handle, StarletteRequest(scope, receive))
         if isinstance(reply, Stream):
-            return Streaming(reply)
-        if reply is None:
-            return Response(status_code=CLIENT_IS_GONE)
-        return Response(reply.body, reply.status, media_type=reply.content_type)
+            response: Response = Streaming(reply)
+        else:
+            response = Response(reply.body, reply.status, media_type=reply.content_type)
+        await response(scope, receive, send)
 
-    app = Starlette(routes=[Route("/{path:path}", answer, methods=METHODS)])
     config = uvicorn.Config(
         app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
         timeout_graceful_shutdown=int(SECONDS_TO_END),
@@ -163,17 +157,36 @@ def _make_server(handle: Handler) -> Any:
     return uvicorn.Server(config)
 
 
-async def _read(request: StarletteRequest) -> Request | None:
-    """The request with its body; None if that is too large."""
+async def _reply(handle: Handler, request: StarletteRequest) -> Reply | Stream:
+    """What there is to say to a request, whatever happens."""
+    asked = await _read(request)
+    if isinstance(asked, Reply):
+        return asked
+    try:
+        reply = await _unless_gone(_await(handle(asked)), request.receive)
+    except Exception as error:  # whoever asked hears of it, and the others go on
+        logger.exception("%s %s failed", asked.method, asked.path)
+        return error_reply(500, f"{type(error).__name__}: {error}")
+    return Reply(CLIENT_IS_GONE, b"") if reply is None else reply
+
+
+async def _read(request: StarletteRequest) -> Request | Reply:
+    """The request with its body, or what there is to say if it cannot be had."""
+    from starlette.requests import ClientDisconnect
+
     chunks, size = [], 0
-    async for chunk in request.stream():
-        chunks.append(chunk)
-        size += len(chunk)
-        if size > MAX_REQUEST_BYTES:
-            return None
-    query = f"?{request.url.query}" if request.url.query else ""
-    path = request.url.path + query
-    return Request(request.method, path, b"".join(chunks), dict(request.headers))
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= MAX_REQUEST_BYTES:
+                chunks.append(chunk)  # the rest is dropped: who still sends reads no answer
+    except ClientDisconnect:
+        return Reply(CLIENT_IS_GONE, b"")
+    if size > MAX_REQUEST_BYTES:
+        return error_reply(413, f"a request may have {MAX_REQUEST_BYTES} bytes, not {size}")
+    query = request.scope["query_string"]
+    path = request.scope["raw_path"] + (b"?" + query if query else b"")
+    return Request(request.method, path.decode("ascii"), b"".join(chunks), dict(request.headers))
 
 
 async def _await(awaitable: Awaitable[T]) -> T:

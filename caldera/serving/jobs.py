@@ -17,7 +17,8 @@ from caldera.serving.answering import Answer
 from caldera.serving.chat_model import ChatModel
 from caldera.serving.conversations import Chat, Sampled, template_messages
 from caldera.serving.http_server import error_content
-from caldera.serving.metrics import ServerMetrics
+from caldera.serving.metrics import FAILED, ServerMetrics
+from caldera.serving.reading import BadField
 from caldera.serving.recording import Recorder, Turn
 from caldera.serving.streaming_text import StreamingText
 
@@ -26,7 +27,7 @@ class Unavailable(CalderaError):
     """Requests are turned away."""
 
 
-class UnknownModel(CalderaError):
+class UnknownModel(BadField):
     """A request names a model that is not served."""
 
 
@@ -95,16 +96,16 @@ class Jobs:
             status = 200
             yield b"data: [DONE]\n\n"
         except CalderaError as error:
-            status, message = failure(error)
+            status, content = failure(error)
             if not has_begun:
                 raise
-            yield _event(error_content(status, message))
+            yield _event(content)
         finally:
             self._metrics.running.add(-1)
             if not status:
                 self._metrics.cancelled.add()
             elif has_begun:
-                self._metrics.requests.add(path=job.answer.asked.path, status=str(status))
+                self._metrics.count(job.answer.asked.path, status)
 
     async def _chunks(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
         answer, asked = job.answer, job.answer.asked
@@ -192,13 +193,16 @@ class Jobs:
             self._recorder.add(job.session, turn)
 
 
-def failure(error: CalderaError) -> tuple[int, str]:
-    """(The status, the message) of an error."""
-    if isinstance(error, DataError | ConfigError):
-        return 400, str(error)
+def failure(error: CalderaError) -> tuple[int, dict[str, Any]]:
+    """(The status, the content) of an error."""
     if isinstance(error, UnknownModel):
-        return 404, str(error)
-    return (503 if isinstance(error, Unavailable) else 500), str(error)
+        status = 404
+    elif isinstance(error, DataError | ConfigError):
+        status = 400
+    else:
+        status = 503 if isinstance(error, Unavailable) else FAILED
+    field = error.name if isinstance(error, BadField) else None
+    return status, error_content(status, str(error), field)
 
 
 async def chained(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

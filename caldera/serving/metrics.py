@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 CONTENT_TYPE = "text/plain; version=0.0.4"
+FAILED = 500
+"""The status of a request that the sampler has failed."""
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -69,6 +71,12 @@ class ServerMetrics:
             "requests_cancelled_total", "counter", "Requests given up by clients"
         )
         self.cut_off = Metric("requests_cut_off_total", "counter", "Requests ended by the server")
+        self.lost = Metric(
+            "requests_lost_total", "counter", "Requests that failed with the sampler, status 500"
+        )
+        self.restarts = Metric(
+            "engine_restarts_total", "counter", "Engines that died and were started anew"
+        )
         self.running = Metric("requests_running", "gauge", "Requests that are being answered")
         self.read = Metric("prompt_tokens_total", "counter", "Tokens of prompts")
         self.written = Metric("generated_tokens_total", "counter", "Tokens of answers")
@@ -86,6 +94,11 @@ class ServerMetrics:
         )
         self.seconds = Histogram("request_seconds", "Time from a request to the end of its answer")
         self.first = Histogram("first_token_seconds", "Time to the first token of a stream")
+
+    def count(self, path: str, status: int) -> None:
+        """A request has its answer."""
+        self.requests.add(path=path, status=str(status))
+        self.lost.add(status == FAILED)
 
     def text(self) -> str:
         return "".join(f"{line}\n" for metric in vars(self).values() for line in metric.lines())

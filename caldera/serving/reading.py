@@ -17,6 +17,8 @@ PATHS = (CHAT, TEXT)
 GREEDY_BELOW = 1e-6
 """Logits that are divided by less leave the range of a float."""
 MOST_CHOICES = 128
+MOST_ANSWERS = 2048
+"""To all prompts of a request together."""
 MOST_LOG_PROBS = 20
 MOST_STOPS = 16
 LONGEST_SESSION_NAME = 256
@@ -41,8 +43,24 @@ FIELDS = {
     TEXT: COMMON | {KEEPS_STOP, "prompt"},
 }  # fmt: skip
 TOOL_CHOICES = ("auto", "none")
+NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
+    CHAT: {
+        "logit_bias": ({},), "modalities": (["text"],), "response_format": ({"type": "text"},),
+        "service_tier": ("auto", "default"), "store": (False,),
+    },
+    TEXT: {"echo": (False,), "logit_bias": ({},)},
+}  # fmt: skip
+"""Fields of the protocol that nothing here honours, with the values that ask for nothing."""
 
 Fields = Mapping[str, Any]
+
+
+class BadField(DataError):
+    """A field of a request that cannot be honoured."""
+
+    def __init__(self, name: str, value: object, takes: str) -> None:
+        super().__init__(f"{name}={value!r:.100}: {takes}")
+        self.name = name
 
 
 @dataclass(frozen=True)
@@ -80,10 +98,15 @@ def read_fields(path: str, body: bytes) -> Fields:
     if not isinstance(request, dict):
         raise DataError("the request must be a JSON object")
     fields = {name: value for name, value in request.items() if value is not None}
+    neutral = NEUTRAL[path]
     for name, value in fields.items():
-        if name not in FIELDS[path]:
-            raise DataError(f"{name}={value!r:.100}: takes {', '.join(sorted(FIELDS[path]))}")
-    return fields
+        if name in neutral and value not in neutral[name]:
+            values = " or ".join(map(repr, neutral[name]))
+            raise BadField(name, value, f"nothing but {values} can be honoured")
+        if name not in FIELDS[path] and name not in neutral:
+            known = ", ".join(sorted({*FIELDS[path], *neutral}))
+            raise BadField(name, value, f"there is no such field; takes {known}")
+    return {name: value for name, value in fields.items() if name not in neutral}
 
 
 def session_of(fields: Fields, headers: Mapping[str, str]) -> str | None:
@@ -92,9 +115,8 @@ def session_of(fields: Fields, headers: Mapping[str, str]) -> str | None:
     if session is None:
         return None
     if not isinstance(session, str) or not 1 <= len(session) <= LONGEST_SESSION_NAME:
-        raise DataError(
-            f"session_id={session!r:.100}: takes a text of up to {LONGEST_SESSION_NAME} characters"
-        )
+        takes = f"takes a text of up to {LONGEST_SESSION_NAME} characters"
+        raise BadField("session_id", session, takes)
     return session
 
 
@@ -102,20 +124,16 @@ def tools_of(fields: Fields) -> list[dict[str, Any]]:
     """The tools that the model is told of."""
     tools = fields.get("tools", [])
     if not isinstance(tools, list) or not all(map(_is_tool, tools)):
-        raise DataError(
-            f"tools={tools!r:.100}: takes a list of "
-            "{'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
-        )
+        function = "{'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
+        raise BadField("tools", tools, f"takes a list of {function}")
     choice = fields.get("tool_choice", "auto")
     if choice not in TOOL_CHOICES:
-        raise DataError(
-            f"tool_choice={choice!r:.100}: takes {', '.join(TOOL_CHOICES)}; no call can be forced"
-        )
-    if fields.get("parallel_tool_calls", True) is not True:
-        raise DataError(
-            f"parallel_tool_calls={fields['parallel_tool_calls']!r:.100}: takes true; the model "
-            "decides how many calls it writes"
-        )
+        takes = f"takes {', '.join(TOOL_CHOICES)}; no call can be forced"
+        raise BadField("tool_choice", choice, takes)
+    parallel = fields.get("parallel_tool_calls", True)
+    if parallel is not True:
+        takes = "takes true; the model decides how many calls it writes"
+        raise BadField("parallel_tool_calls", parallel, takes)
     return tools if choice == "auto" else []
 
 
@@ -133,6 +151,9 @@ def read_request(
     """
     wants_log_probs, ranks = _log_probs(path, fields)
     choices = _whole(fields, "n", 1, 1, MOST_CHOICES)
+    if len(prompts) * choices > MOST_ANSWERS:
+        takes = f"{len(prompts)} prompts; takes {MOST_ANSWERS} answers a request at most"
+        raise BadField("n", choices, takes)
     samples = []
     for number, tokens in enumerate(prompts):
         params = _params(fields, tokens, model, ranks)
@@ -159,6 +180,7 @@ def text_prompts(fields: Fields, model: ChatModel) -> list[list[int]]:
 
 def _tokens(item: Any, model: ChatModel) -> list[int]:
     if isinstance(item, str):
+        check_characters(item, model)
         return list(model.tokenizer.encode(item))
     if not isinstance(item, list) or not all(map(_is_whole, item)):
         raise DataError("prompt must be a text, a list of texts, tokens or a list of such")
@@ -168,21 +190,30 @@ def _tokens(item: Any, model: ChatModel) -> list[int]:
     return item
 
 
+def check_characters(text: str, model: ChatModel) -> None:
+    """Refuse a text that is far too long."""
+    if len(text) > model.most_characters:
+        raise DataError(
+            f"a prompt of {len(text)} characters: has more tokens than {model.longest_prompt}"
+        )
+
+
 def _is_tool(tool: Any) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
+        return False
+    function = tool.get("function")
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _params(fields: Fields, tokens: Sequence[int], model: ChatModel, ranks: int) -> SamplingParams:
-    longest = min(model.prompt_length, model.max_length - 1)
-    if not 1 <= len(tokens) <= longest:
-        raise DataError(f"a prompt of {len(tokens)} tokens: takes from 1 to {longest}")
+    if not 1 <= len(tokens) <= model.longest_prompt:
+        raise DataError(f"a prompt of {len(tokens)} tokens: takes from 1 to {model.longest_prompt}")
     room = min(model.response_length, model.max_length - len(tokens))
-    name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     usual = model.sampling
     temperature = _number(fields, "temperature", usual.temperature)
+    ignores_eos = _switch(fields, "ignore_eos", usual.ignore_eos)
     return SamplingParams(
-        max_tokens=_whole(fields, name, room, 1, room),
+        max_tokens=_max_tokens(fields, room),
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_k=_whole(fields, "top_k", usual.top_k, -1, model.vocabulary),
         top_p=_number(fields, "top_p", usual.top_p),
@@ -190,11 +221,19 @@ def _params(fields: Fields, tokens: Sequence[int], model: ChatModel, ranks: int)
         repetition_penalty=_number(fields, "repetition_penalty", usual.repetition_penalty),
         presence_penalty=_number(fields, "presence_penalty", usual.presence_penalty),
         frequency_penalty=_number(fields, "frequency_penalty", usual.frequency_penalty),
-        stop_token_ids=model.stop_tokens | _stop_tokens(fields),
-        ignore_eos=_switch(fields, "ignore_eos", usual.ignore_eos),
+        stop_token_ids=model.stop_tokens | _stop_tokens(fields, model, ignores_eos),
+        ignore_eos=ignores_eos,
         stop=_stops(fields) or usual.stop,
         logprobs=ranks,
     )
+
+
+def _max_tokens(fields: Fields, room: int) -> int:
+    given = [name for name in ("max_completion_tokens", "max_tokens") if name in fields]
+    if len(given) > 1 and fields[given[0]] != fields[given[1]]:
+        takes = f"but {given[0]}={fields[given[0]]!r:.100}; takes one of them"
+        raise BadField(given[1], fields[given[1]], takes)
+    return _whole(fields, given[0] if given else "max_tokens", room, 1, room)
 
 
 def _number(fields: Fields, name: str, default: float) -> float:
@@ -204,7 +243,7 @@ def _number(fields: Fields, name: str, default: float) -> float:
     least, most = RANGES[name]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:
-        raise DataError(f"{name}={value!r:.100}: takes numbers from {least:g} to {most:g}")
+        raise BadField(name, value, f"takes numbers from {least:g} to {most:g}")
     return float(value)
 
 
@@ -215,14 +254,14 @@ def _whole(fields: Fields, name: str, default: int, least: int | None = None, mo
     value = fields[name]
     if not _is_whole(value) or (least is not None and not least <= value <= most):
         limits = "" if least is None else f" from {least} to {most}"
-        raise DataError(f"{name}={value!r:.100}: takes whole numbers{limits}")
+        raise BadField(name, value, f"takes whole numbers{limits}")
     return int(value)
 
 
 def _switch(fields: Fields, name: str, default: bool = False) -> bool:
     value = fields.get(name, default)
     if not isinstance(value, bool):
-        raise DataError(f"{name}={value!r:.100}: takes true or false")
+        raise BadField(name, value, "takes true or false")
     return value
 
 
@@ -238,14 +277,19 @@ def _stops(fields: Fields) -> tuple[str, ...]:
         or len(stops) > MOST_STOPS
         or not all(isinstance(stop, str) and stop for stop in stops)
     ):
-        raise DataError(f"stop={given!r:.100}: takes a text, or up to {MOST_STOPS} texts")
+        raise BadField("stop", given, f"takes a text, or up to {MOST_STOPS} texts")
     return tuple(stops)
 
 
-def _stop_tokens(fields: Fields) -> set[int]:
-    given = fields.get("stop_token_ids", [])
+def _stop_tokens(fields: Fields, model: ChatModel, ignores_eos: bool) -> set[int]:
+    name = "stop_token_ids"
+    given = fields.get(name, [])
     if not isinstance(given, list) or not all(map(_is_whole, given)):
-        raise DataError(f"stop_token_ids={given!r:.100}: takes a list of tokens")
+        raise BadField(name, given, "takes a list of tokens")
+    if not all(0 <= token < model.vocabulary for token in given):
+        raise BadField(name, given, f"takes tokens from 0 to {model.vocabulary - 1}")
+    if given and ignores_eos:
+        raise BadField(name, given, "no token ends an answer with ignore_eos=true")
     return set(given)
 
 
@@ -253,9 +297,8 @@ def _tells_usage(fields: Fields, streams: bool) -> bool:
     given = fields.get("stream_options", {})
     known = isinstance(given, dict) and set(given) <= {"include_usage"}
     if not known or (given and not streams):
-        raise DataError(
-            f"stream_options={given!r:.100}: takes include_usage, in requests with stream=true"
-        )
+        takes = "takes include_usage, in requests with stream=true"
+        raise BadField("stream_options", given, takes)
     return _switch(given, "include_usage")
 
 
@@ -267,7 +310,7 @@ def _log_probs(path: str, fields: Fields) -> tuple[bool, int]:
             return False, 0
         return True, _whole(fields, "logprobs", 0, 0, MOST_LOG_PROBS)
     if not isinstance(given, bool):
-        raise DataError(f"logprobs={given!r:.100}: takes true or false; top_logprobs says how many")
+        raise BadField("logprobs", given, "takes true or false; top_logprobs says how many")
     if not given and fields.get("top_logprobs"):
-        raise DataError(f"top_logprobs={fields['top_logprobs']!r:.100}: needs logprobs=true")
+        raise BadField("top_logprobs", fields["top_logprobs"], "needs logprobs=true")
     return given, _whole(fields, "top_logprobs", 0, 0, MOST_LOG_PROBS)

@@ -16,8 +16,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 from urllib.parse import unquote
 
 import caldera.tools.formats  # noqa: F401 -- registers them
@@ -36,7 +38,7 @@ from caldera.serving.http_server import (
     json_reply,
 )
 from caldera.serving.jobs import Job, Jobs, Unavailable, UnknownModel, chained, failure
-from caldera.serving.metrics import CONTENT_TYPE, ServerMetrics
+from caldera.serving.metrics import CONTENT_TYPE, FAILED, ServerMetrics
 from caldera.serving.reading import (
     CHAT,
     PATHS,
@@ -51,8 +53,15 @@ from caldera.tools.parsing import TOOL_PARSERS
 
 SECONDS_TO_FINISH = 30.0
 SECONDS_TO_REPORT = 5.0
+SMALL_BYTES = 2**16
 SESSIONS = "/sessions/"
 MODELS = "/v1/models"
+METHODS = {
+    **dict.fromkeys(PATHS, "POST"),
+    **dict.fromkeys((MODELS, "/health", "/metrics", "/sessions"), "GET"),
+}
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,17 +95,20 @@ class SessionServer:
         seed: int | None = 0,
         tool_format: str = "hermes",
         recorder: Recorder | None = None,
+        restarts: Callable[[], int] = lambda: 0,
     ) -> None:
         """`seed` is the root of the seeds of requests that bring none, each of which gets another
-        one; None: their prompt is the seed. Port 0 is a free one."""
+        one; None: their prompt is the seed. Port 0 is a free one. `restarts` says how often an
+        engine of the sampler's was started anew."""
         self.recorder = recorder or Recorder()
         self.metrics = ServerMetrics()
         self._sampler = sampler
         self._model = model
         self._jobs = Jobs(sampler, model, self.recorder, self.metrics, lambda: self._away)
         self._seed = seed
+        self._restarts = restarts
         self._parser = TOOL_PARSERS[tool_format](model.tokenizer)
-        self._prompts = ChatPrompts(model.tokenizer)
+        self._prompts = ChatPrompts(model)
         self._numbers = itertools.count()
         self._away: str | None = None
         self._http = HttpServer(self._handle, host, port)
@@ -154,13 +166,14 @@ class SessionServer:
 
     async def _handle(self, request: Request) -> Reply | Stream:
         path = unquote(request.path.partition("?")[0])
-        if path in PATHS and request.method == "POST":
+        method = "GET" if request.method == "HEAD" else request.method
+        if path in PATHS and method == "POST":
             return await self._answer(path, request)
-        reply = self._show(path) if request.method == "GET" else None
-        if request.method == "DELETE" and path.startswith(SESSIONS):
+        reply = self._show(path) if method == "GET" else None
+        if method == "DELETE" and path.startswith(SESSIONS):
             found = self.recorder.drop(path.removeprefix(SESSIONS))
             reply = json_reply({"deleted": True}) if found else _no_session(path)
-        return reply or error_reply(404, f"{request.method} {path}: POST {' or '.join(PATHS)}")
+        return reply or _nowhere(request.method, path)
 
     def _show(self, path: str) -> Reply | None:
         if path == "/health":
@@ -171,6 +184,7 @@ class SessionServer:
         if path == f"{MODELS}/{self._model.name}":
             return json_reply(self._model.description())
         if path == "/metrics":
+            self.metrics.restarts.set(self._restarts())
             self.metrics.sessions.set(len(self.recorder.sessions()))
             self.metrics.forgotten.set(self.recorder.forgotten)
             return Reply(200, self.metrics.text().encode(), CONTENT_TYPE)
@@ -196,23 +210,26 @@ class SessionServer:
 
     async def _answer(self, path: str, request: Request) -> Reply | Stream:
         try:
-            job = self._take_in(path, request)
+            job = await self._take_in(path, request)
             if job.answer.asked.streams:
                 events = self._jobs.events(job)
                 return Stream(chained(await anext(events), events))
             reply = json_reply(await self._jobs.whole(job))
         except CalderaError as error:
-            status, message = failure(error)
-            reply = error_reply(status, message)
-        self.metrics.requests.add(path=path, status=str(reply.status))
+            status, content = failure(error)
+            reply = json_reply(content, status)
+        except Exception:
+            self.metrics.count(path, FAILED)
+            raise
+        self.metrics.count(path, reply.status)
         return reply
 
-    def _take_in(self, path: str, request: Request) -> Job:
+    async def _take_in(self, path: str, request: Request) -> Job:
         """What is asked for; raises if that cannot be answered."""
         began = time.monotonic()
         if self._away is not None:
             raise Unavailable(self._away)
-        fields = read_fields(path, request.body)
+        fields = await _beside(request, lambda: read_fields(path, request.body))
         self._check_name(fields)
         session = session_of(fields, request.headers)
         self.recorder.check(session)
@@ -221,9 +238,11 @@ class SessionServer:
         if session is not None:
             number, sampled = self.recorder.begin(session)
         if chat is None:
-            prompts = text_prompts(fields, self._model)
+            prompts = await _beside(request, lambda: text_prompts(fields, self._model))
         else:
-            prompts = [self._chat_prompt(chat, sampled)]
+            prompt, encoded_again = await _beside(request, lambda: self._chat_prompt(chat, sampled))
+            prompts = [prompt]
+            self.metrics.encoded_again.add(encoded_again)
         seed = self._seed_of(session, number)
         asked = read_request(path, fields, prompts, self._model, seed, session)
         self.metrics.read.add(sum(map(len, prompts)))
@@ -239,14 +258,24 @@ class SessionServer:
     def _check_name(self, fields: Fields) -> None:
         name, model = fields.get("model"), self._model
         if name not in (None, model.name) and not model.answers_to_any_name:
-            raise UnknownModel(f"model={name!r:.100}: takes {model.name!r}")
+            raise UnknownModel("model", name, f"takes {model.name!r}")
 
-    def _chat_prompt(self, chat: Chat, sampled: Sampled) -> list[int]:
+    def _chat_prompt(self, chat: Chat, sampled: Sampled) -> tuple[list[int], int]:
         if self._model.tokenizer.chat_template is None:
             raise DataError(f"{self._model.name} has no chat template; takes POST {PATHS[1]}")
-        prompt, encoded_again = self._prompts.tokens(chat, sampled)
-        self.metrics.encoded_again.add(encoded_again)
-        return prompt
+        return self._prompts.tokens(chat, sampled)
+
+
+async def _beside(request: Request, work: Callable[[], T]) -> T:
+    """What the work returns. That of a large request is done in a thread, since it may take
+    seconds, and streams go on meanwhile."""
+    return work() if len(request.body) <= SMALL_BYTES else await asyncio.to_thread(work)
+
+
+def _nowhere(method: str, path: str) -> Reply:
+    if path in METHODS:
+        return error_reply(405, f"{method} {path}: takes {METHODS[path]}")
+    return error_reply(404, f"{method} {path}: there is no such path; takes {', '.join(METHODS)}")
 
 
 def _no_session(path: str) -> Reply:

@@ -157,9 +157,8 @@ class Server:
         _check_entry(entry, where)
         self._entry: Mapping[str, Any] = entry
         self._where = where
-        self._connection: asyncio.Task[None] | None = None
-        self._client: asyncio.Future[Client] | None = None
-        self._lost = asyncio.Event()
+        self._connection: _Connection | None = None
+        self._connecting = asyncio.Lock()  # many may find at once that the server is gone
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name=f"mcp {name}", daemon=True
@@ -197,7 +196,7 @@ class Server:
     # ------------------------------------------------------------------ in the thread
 
     async def _list(self) -> list[Tool]:
-        client = await self._connected()
+        client = (await self._connected()).client
         found: list[Tool] = []
         cursor: str | None = None
         while True:
@@ -210,44 +209,65 @@ class Server:
     async def _call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
         from anyio import BrokenResourceError, ClosedResourceError
         from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED
+        from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST
 
-        client = await self._connected()
+        connection = await self._connected()
         try:
-            return await client.call_tool(name, arguments)
+            return await connection.client.call_tool(name, arguments)
         except (BrokenResourceError, ClosedResourceError) as error:
-            self._lost.set()
+            connection.lost.set()
             raise ConnectionError(f"the server {self.name} is gone") from error
         except MCPError as error:
-            if error.code == CONNECTION_CLOSED:
-                self._lost.set()
-                raise ConnectionError(f"the server {self.name} is gone") from error
+            # A server that was started anew refuses requests of the session of before.
+            if error.code in (CONNECTION_CLOSED, INVALID_REQUEST):
+                connection.lost.set()
+                raise ConnectionError(f"the server {self.name} is gone: {error.message}") from error
             raise RuntimeError(error.message) from error
 
-    async def _connected(self) -> Client:
-        if self._connection is None or self._connection.done() or self._lost.is_set():
-            await self._end()
-            self._lost = asyncio.Event()
-            self._client = self._loop.create_future()
-            self._connection = asyncio.create_task(self._hold(self._client, self._lost))
-        assert self._client is not None
-        return await asyncio.shield(self._client)
-
-    async def _hold(self, ready: asyncio.Future[Client], lost: asyncio.Event) -> None:
-        """Keep the connection until it is lost. Its parts must be left by the task that entered."""
-        try:
-            async with _client(self._entry) as client:
-                ready.set_result(client)
-                await lost.wait()
-        except Exception as error:  # noqa: BLE001 -- the libraries below raise all kinds
-            if not ready.done():
-                told = f"the server {self.name} cannot be connected to: {_told(error)}"
-                ready.set_exception(ConnectionError(told))
+    async def _connected(self) -> _Connection:
+        async with self._connecting:
+            if self._connection is None or not self._connection.is_there:
+                await self._end()
+                self._connection = _Connection(self.name, self._entry)
+            await asyncio.shield(self._connection.ready)
+            return self._connection
 
     async def _end(self) -> None:
-        self._lost.set()
         if self._connection is not None:
-            await asyncio.wait([self._connection], timeout=SECONDS_TO_CLOSE)
+            await self._connection.end()
+
+
+class _Connection:
+    """One connection, held by a task of its own until it is lost: its parts must be left by the
+    task that entered them. To be made in the thread of its server."""
+
+    def __init__(self, server: str, entry: Mapping[str, Any]) -> None:
+        self.lost = asyncio.Event()
+        self.ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._holder = asyncio.create_task(self._hold(server, entry))
+
+    @property
+    def is_there(self) -> bool:
+        return not (self.lost.is_set() or self._holder.done())
+
+    @property
+    def client(self) -> Client:
+        """Once it is `ready`."""
+        return self.ready.result()
+
+    async def end(self) -> None:
+        self.lost.set()
+        await asyncio.wait([self._holder], timeout=SECONDS_TO_CLOSE)
+
+    async def _hold(self, server: str, entry: Mapping[str, Any]) -> None:
+        try:
+            async with _client(entry) as client:
+                self.ready.set_result(client)
+                await self.lost.wait()
+        except Exception as error:  # noqa: BLE001 -- the libraries below raise all kinds
+            if not self.ready.done():
+                told = f"the server {server} cannot be connected to: {_told(error)}"
+                self.ready.set_exception(ConnectionError(told))
 
 
 def _told(error: BaseException) -> str:

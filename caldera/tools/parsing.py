@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from caldera.errors import UnsupportedError
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["TOOL_PARSERS", "FunctionCall", "ParsedCalls", "ToolParser", "read_arguments"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,19 @@ class ToolParser:
         return add
 
     async def read(self, token_ids: list[int]) -> ParsedCalls:
-        """The calls in what the model sampled, whichever way the class reads them."""
-        if type(self).extract_tool_calls is ToolParser.extract_tool_calls:
-            return self.parse(token_ids)
-        return ParsedCalls(*await self.extract_tool_calls(token_ids))
+        """The calls in what the model sampled, whichever way the class reads them.
+
+        What a parser trips over was written by the model, and is told it.
+        """
+        try:
+            if type(self).extract_tool_calls is ToolParser.extract_tool_calls:
+                return self.parse(token_ids)
+            return ParsedCalls(*await self.extract_tool_calls(token_ids))
+        except Exception as error:  # noqa: BLE001 -- such as brackets nested too deeply
+            _warn_once(type(self).__name__, type(error).__name__)
+            content = str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+            problem = f"the tool calls could not be read: {type(error).__name__}: {error}"
+            return ParsedCalls(content, problems=[problem])
 
     def parse(self, token_ids: list[int]) -> ParsedCalls:
         """The calls in what the model sampled."""
@@ -80,6 +93,14 @@ class ToolParser:
 Parser = TypeVar("Parser", bound=type[ToolParser])
 
 TOOL_PARSERS: Registry[type[ToolParser]] = Registry("actor_rollout_ref.rollout.multi_turn.format")
+
+
+@cache  # models do it by the hundred
+def _warn_once(parser: str, error: str) -> None:
+    logger.warning(
+        "%s could not read an answer, %s, which the model was told; more of this kind are not "
+        "logged", parser, error,
+    )  # fmt: skip
 
 
 def read_call(text: str, into: ParsedCalls) -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from caldera.errors import ConfigError
-
-if TYPE_CHECKING:
-    import httpx2
+from caldera.tools.texts import encodable
 
 __all__ = ["Document", "RetrievalFailed", "RetrieverClient"]
 
 ATTEMPTS = 10
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 10.0
+MOST_AT_A_TIME = 128
+"""Requests, and so connections, of a process; thousands of trajectories would have thousands."""
 BUSY_STATUSES = (408, 425, 429)
 """Those below 500 that are worth another attempt."""
 
@@ -68,7 +68,7 @@ class RetrieverClient:
         self._attempts = attempts
         self._first_pause = first_pause
         # Connections belong to an event loop, and a process may run one after the other.
-        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx2.AsyncClient] = (
+        self._connections: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connections] = (
             WeakKeyDictionary()
         )
 
@@ -87,18 +87,23 @@ class RetrieverClient:
 
     async def close(self) -> None:
         """Close the connections of this event loop."""
-        client = self._clients.pop(asyncio.get_running_loop(), None)
-        if client is not None:
-            await client.aclose()
+        connections = self._connections.pop(asyncio.get_running_loop(), None)
+        if connections is not None:
+            await connections.client.aclose()
 
     async def _post(self, queries: list[str]) -> Any:
         import httpx2
 
         request = {"queries": queries, "topk": self._topk, "return_scores": True}
+        connections = self._connections_here()
         try:
-            response = await self._client().post(self.url, json=request)
-        except (httpx2.TransportError, httpx2.DecodingError) as error:
+            # The timeout is that of the whole answer: one that comes in drops is none.
+            async with connections.places, asyncio.timeout(self._timeout):
+                response = await connections.client.post(self.url, json=request)
+        except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:
             raise _Unavailable(str(error) or type(error).__name__) from error
+        except TimeoutError as error:
+            raise _Unavailable(f"no answer within {self._timeout:g} s") from error
         status = response.status_code
         told = f"status {status}: {response.text[:200]}"
         if status >= 500 or status in BUSY_STATUSES:
@@ -107,17 +112,25 @@ class RetrieverClient:
             raise RetrievalFailed(f"the search engine refuses the query, {told}")
         try:
             return response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _Unavailable(f"no JSON: {response.text[:200]}") from error
 
-    def _client(self) -> httpx2.AsyncClient:
+    def _connections_here(self) -> _Connections:
+        loop = asyncio.get_running_loop()
+        if loop not in self._connections:
+            self._connections[loop] = _Connections()
+        return self._connections[loop]
+
+
+class _Connections:
+    """Those of one event loop."""
+
+    def __init__(self) -> None:
         import httpx2
 
-        loop = asyncio.get_running_loop()
-        if loop not in self._clients:
-            limits = httpx2.Limits(max_connections=None)
-            self._clients[loop] = httpx2.AsyncClient(timeout=self._timeout, limits=limits)
-        return self._clients[loop]
+        self.places = asyncio.Semaphore(MOST_AT_A_TIME)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=MOST_AT_A_TIME)
+        self.client = httpx2.AsyncClient(timeout=None, limits=limits)
 
 
 def _read(answered: Any, queries: int) -> list[list[Document]]:
@@ -131,6 +144,6 @@ def _read(answered: Any, queries: int) -> list[list[Document]]:
 def _documents(hits: Any) -> list[Document]:
     try:
         contents = [hit.get("document", hit)["contents"] for hit in hits]
-        return [Document.of(text) for text in contents]
+        return [Document.of(encodable(text)) for text in contents]
     except (AttributeError, KeyError, TypeError) as error:
         raise _Unavailable(f"a list of passages cannot be read: {hits!r:.200}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from caldera.errors import ConfigError
 from caldera.tools.base import BaseTool, ToolResponse
 from caldera.tools.parsing import FunctionCall
 from caldera.tools.schemas import fit_arguments
+from caldera.tools.texts import encodable
 
 __all__ = ["ToolOutcome", "ToolRunner", "ToolState", "ToolStatus", "truncate"]
 
@@ -76,7 +78,7 @@ class ToolRunner:
         self._max_response_length = max_response_length
         self._truncate_side: Side = truncate_side
         self._gates = {name: _Gate(tool) for name, tool in self.tools.items()}
-        self._reported: set[tuple[str, type[Exception]]] = set()
+        self._reported: set[tuple[str, type[BaseException]]] = set()
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """What the model is told of the tools, or of those of these names."""
@@ -115,7 +117,7 @@ class ToolRunner:
         tool = self.tools[call.name]
         try:
             arguments = fit_arguments(_object(call.arguments), tool.schema.function)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return self.malformed(str(error), call.name)
         try:
             response, reward, metrics = await self._attempts(tool, arguments, state)
@@ -123,7 +125,12 @@ class ToolRunner:
             seconds = time.perf_counter() - start
             told = f"{tool.name} did not answer within {tool.limits.timeout:g} s"
             return self._refusal(tool.name, "timeout", told, seconds)
-        except Exception as error:  # noqa: BLE001 -- of the tool's own code; the model hears of it
+        except asyncio.CancelledError:
+            if _is_cancelled():  # and not just something that the tool itself waited for
+                raise
+            seconds = time.perf_counter() - start
+            return self._refusal(tool.name, "error", "the call was given up", seconds)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- of the tool's own code
             self._report(tool.name, error)
             told = str(error) or type(error).__name__
             return self._refusal(tool.name, "error", told, time.perf_counter() - start)
@@ -163,9 +170,9 @@ class ToolRunner:
         return ToolOutcome(name, text, status, seconds=seconds)
 
     def _shown(self, text: str) -> str:
-        return truncate(text, self._max_response_length, self._truncate_side)
+        return encodable(truncate(text, self._max_response_length, self._truncate_side))
 
-    def _report(self, name: str, error: Exception) -> None:
+    def _report(self, name: str, error: BaseException) -> None:
         """Tell the user the first time, who can mend a tool; models make it fail by the hundred."""
         if (name, type(error)) not in self._reported:
             self._reported.add((name, type(error)))
@@ -219,7 +226,27 @@ def _checked(answer: Any, tool: BaseTool) -> tuple[ToolResponse, float | None, d
         raise TypeError(f"{type(tool).__name__} answered a {type(response).__name__}")
     if response.image or response.video:
         raise TypeError(f"{tool.name} answered with images or videos; models read text alone here")
-    return response, None if reward is None else float(reward), dict(metrics or {})
+    if not isinstance(response.text, str | None):
+        raise TypeError(f"{tool.name} answered a text that is a {type(response.text).__name__}")
+    if reward is not None and not math.isfinite(reward):
+        raise ValueError(f"{tool.name} gave the reward {reward}, which is not finite")
+    return response, None if reward is None else float(reward), _plain(metrics or {})
+
+
+def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics as they can be written to a dump."""
+    read: dict[str, Any] = json.loads(json.dumps(dict(metrics), default=_plain_value))
+    return read
+
+
+def _plain_value(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody has cancelled the task that runs."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _object(arguments: str) -> dict[str, Any]:

@@ -36,11 +36,17 @@ async def in_thread(function: Callable[..., Result], *args: Any, **kwargs: Any) 
         result, failure = None, None
         try:
             result = context.run(function, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 -- raised where the result is awaited
-            # A future cannot raise StopIteration.
-            failure = RuntimeError(str(error)) if isinstance(error, StopIteration) else error
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- raised where it is awaited
+            failure = _raisable(error)
         with suppress(RuntimeError):  # the event loop is closed: nobody waits
             loop.call_soon_threadsafe(settle, result, failure)
 
     threading.Thread(target=work, name=getattr(function, "__name__", None), daemon=True).start()
     return await future
+
+
+def _raisable(error: BaseException) -> Exception:
+    """The error, unless a future cannot raise it, or it would end the event loop."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     merge.add_argument(
         "operation", nargs="?", choices=["merge", "test"], default="merge",
-        help="test: compare all tensors with a folder that exists (merge)",
+        help="merge, the default; or test: compare all tensors with a folder that exists",
     )  # fmt: skip
     _add_folders(merge)
     merge.add_argument(

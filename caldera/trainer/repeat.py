@@ -128,7 +128,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("bundle", type=Path, help="the bundle, or the folder of its run")
-    made.add_argument("--output", help="where the repeated run writes to")
+    made.add_argument(
+        "--output", metavar="FOLDER", help="where the repeated run writes to (where the first did)"
+    )
     made.add_argument("--run", action="store_true", help="run the command")
     return made
 

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -21,28 +22,44 @@ from caldera.config.serve import ServeConfig, resolve_serve, sampler_config
 from caldera.data import hf_tokenizer
 from caldera.errors import ConfigError
 from caldera.models.forward import base_module
-from caldera.models.loading import DTYPES, import_external, load_policy
-from caldera.rollout import ROLLOUTS, AsyncSampler
-from caldera.serving import ChatModel, Recorder, SessionServer
+from caldera.models.loading import import_external
+from caldera.rollout import ROLLOUTS, AsyncSampler, Rollout
+from caldera.rollout.engines.rollout import EngineRollout
+from caldera.serving import Account, ChatModel, Recorder, SessionServer
 from caldera.tools.parsing import TOOL_PARSERS
 from caldera.tracking.console import print_line
 from caldera.workers.building import stop_tokens
-from caldera.workers.sampler import MODEL_KEY, build_sampler
+from caldera.workers.sampler import MODEL_KEY, build_sampler, load_sampled
 
 logger = logging.getLogger(__name__)
 
 ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
+@dataclass(frozen=True)
+class Serving:
+    """A model that is served."""
+
+    rollout: Rollout
+    sampler: AsyncSampler
+    server: SessionServer
+
+    def close(self, seconds: float) -> Account:
+        """Give requests in flight so long to finish, and end all that was started."""
+        account = self.server.close(seconds)
+        asyncio.run(self.sampler.close())
+        self.rollout.close()
+        return account
+
+
 def serve(config: ServeConfig) -> None:
     """Answer requests until SIGTERM or Ctrl-C."""
     with _told_to_end() as ended:
-        sampler, server = start(config)
-        _introduce(server, config)
+        serving = start(config)
+        _introduce(serving.server, config)
         ended.wait()
         logger.info("shutting down: requests in flight are finished first")
-        account = server.close(config.server.shutdown_seconds)
-        asyncio.run(sampler.close())
+        account = serving.close(config.server.shutdown_seconds)
     logger.info(
         "ended: %d requests answered, %d refused, %d given up by clients, %d cut off and told so, "
         "%d lost", account.answered, account.refused, account.cancelled, account.cut_off,
@@ -50,8 +67,8 @@ def serve(config: ServeConfig) -> None:
     )  # fmt: skip
 
 
-def start(config: ServeConfig) -> tuple[AsyncSampler, SessionServer]:
-    """The sampler and its server, which answers already."""
+def start(config: ServeConfig) -> Serving:
+    """A sampler and its server, which answers already."""
     disable_progress_bar()  # of transformers
     if chosen := resolve_serve(config, torch.cuda.device_count()):
         logger.info("chosen for this machine: %s", ", ".join(chosen))
@@ -62,8 +79,8 @@ def start(config: ServeConfig) -> tuple[AsyncSampler, SessionServer]:
     import_external(model, MODEL_KEY)
     _check_names(config)
     tokenizer = _tokenizer(config)
-    dtype = DTYPES[str(config.rollout.dtype)]
-    module = load_policy(model, dtype, config.rollout.seed, MODEL_KEY)
+    keys = config.rollout
+    module = load_sampled(model, keys.name, str(keys.dtype), keys.seed)
     length = _longest(config, module)
     device = torch.device(str(config.server.device))
     rollout = build_sampler(sampler_config(config, length), module, device)
@@ -78,10 +95,12 @@ def start(config: ServeConfig) -> tuple[AsyncSampler, SessionServer]:
     )
     rollout.decode = served.text
     sampler = AsyncSampler(rollout)
-    return sampler, SessionServer(
-        sampler, served, config.server.host, config.server.port, seed=config.rollout.seed,
+    server = SessionServer(
+        sampler, served, config.server.host, config.server.port, seed=keys.seed,
         tool_format=config.server.tool_format, recorder=Recorder(config.server.max_sessions),
+        restarts=lambda: rollout.restarts if isinstance(rollout, EngineRollout) else 0,
     )  # fmt: skip
+    return Serving(rollout, sampler, server)
 
 
 def _check_names(config: ServeConfig) -> None:

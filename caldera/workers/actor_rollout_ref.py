@@ -21,6 +21,7 @@ from caldera.rollout import ROLLOUTS, Rollout
 from caldera.rollout.base import OnFinished
 from caldera.rollout.batch import completions_to_batch, requests_from_batch, sampling_params
 from caldera.rollout.engines.rollout import EngineRollout
+from caldera.rollout.native.tensor_parallel import TensorParallelRollout
 from caldera.single_controller import (
     Dispatch,
     make_nd_compute_dataproto_dispatch_fn,
@@ -34,6 +35,7 @@ from caldera.workers.building import (
     megatron_of,
     memory_of,
     register_mesh,
+    register_sampling_mesh,
     save_role,
     stop_tokens,
 )
@@ -52,6 +54,8 @@ logger = logging.getLogger(__name__)
 MODEL_KEY = "actor_rollout_ref.model"
 ON_ACTOR = make_nd_compute_dataproto_dispatch_fn("actor")
 """Rows go to ranks as the actor's engine lays them out; the reference is laid out alike."""
+ON_SAMPLER = make_nd_compute_dataproto_dispatch_fn("rollout")
+"""Ranks that sample together get the same rows."""
 
 
 class ActorRolloutRefWorker(ProfiledWorker):
@@ -90,6 +94,7 @@ class ActorRolloutRefWorker(ProfiledWorker):
         )  # fmt: skip
         self.actor = build_engine(actor.strategy, self._policy(memory), self.device, options)
         register_mesh(self, "actor", self.actor)
+        register_sampling_mesh(self, "rollout", self.config.rollout)
         self._warn_of_length()
         self.rollout = self._build_rollout()
         self.reference = self._build_reference()
@@ -101,10 +106,23 @@ class ActorRolloutRefWorker(ProfiledWorker):
         if hasattr(self, "rollout"):  # not before `init_model`
             self.rollout.close()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=PROMPTS)
+    @register(dispatch_mode=ON_SAMPLER, needs=PROMPTS)
     @profiled("rollout")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Sample one answer a row; the row's `sample_seed` decides its random numbers."""
+        """Sample one answer a row; the row's `sample_seed` decides its random numbers.
+
+        Of ranks that sample together the first answers.
+        """
+        if not isinstance(self.rollout, TensorParallelRollout):
+            return self._sample(prompts)
+        if self.rollout.leads:
+            with self.rollout.leading():
+                return self._sample(prompts)
+        with self.sharding_manager:
+            self.rollout.follow()
+        return DataProto()
+
+    def _sample(self, prompts: DataProto) -> DataProto:
         config, meta = self.config.rollout, prompts.meta_info
         seeds = [int(seed) for seed in prompts.non_tensor_batch["sample_seed"]]
         stops = stop_tokens(self.actor.module, meta["eos_token_id"])
@@ -237,8 +255,8 @@ class ActorRolloutRefWorker(ProfiledWorker):
             )  # fmt: skip
 
     def _build_rollout(self) -> Rollout:
-        """A sampler on the actor's own module, or on a copy where the precision differs, or an
-        engine with a model of its own."""
+        """A sampler on the actor's own module, or on a copy where the precision differs, or on a
+        part of one that several ranks share, or an engine with a model of its own."""
         config, memory = self.config.rollout, self._memory()
         module = self.actor.module
         if config.name in ENGINE_SAMPLERS:
@@ -247,6 +265,12 @@ class ActorRolloutRefWorker(ProfiledWorker):
             rollout.trainer_dtype = DTYPES[memory.dtype or memory.model_dtype]
             return rollout
         dtype = DTYPES[config.dtype or memory.model_dtype]
+        # adapters come over merged
+        plain = replace(self.config.model, lora_rank=0, lora_adapter_path=None)
+        if config.tensor_model_parallel_size > 1:
+            empty = build_policy(plain, dtype, memory.seed, MODEL_KEY, empty=True).module
+            timeout_s = self.config.nccl_timeout
+            return TensorParallelRollout.join(config, empty, self.device, timeout_s)
         if not self.actor.is_whole or dtype != DTYPES[memory.model_dtype]:
             if config.native.exact:
                 raise ConfigError(
@@ -255,8 +279,6 @@ class ActorRolloutRefWorker(ProfiledWorker):
                     f"{config.dtype} is not that of its parameters. Takes strategy=local, and the "
                     "same precision"
                 )
-            # adapters come over merged
-            plain = replace(self.config.model, lora_rank=0, lora_adapter_path=None)
             module = load_policy(plain, dtype, memory.seed, MODEL_KEY).to(self.device)
         return ROLLOUTS[config.name or "native"](config, module, self.device)
 

@@ -18,6 +18,7 @@ from caldera.config import (
     FSDPConfig,
     MegatronConfig,
     ModelConfig,
+    RolloutConfig,
 )
 from caldera.config.strategies import MEGATRON
 from caldera.data import hf_tokenizer
@@ -83,6 +84,13 @@ def compiles(device: torch.device, *switches: bool) -> bool:
 def register_mesh(worker: Worker, name: str, engine: Engine) -> None:
     """Say which rows of a batch this rank gets for its engine, and if its answer is collected."""
     worker._register_dispatch_collect_info(name, engine.dp_rank, engine.is_spokesman)
+
+
+def register_sampling_mesh(worker: Worker, name: str, rollout: RolloutConfig) -> None:
+    """The same for sampling: ranks that do it together get the same rows, and the first answers."""
+    is_native = (rollout.name or "native") == "native"
+    size = rollout.tensor_model_parallel_size if is_native else 1  # engines are each rank's own
+    worker._register_dispatch_collect_info(name, worker.rank // size, worker.rank % size == 0)
 
 
 def stop_tokens(module: nn.Module, eos_token_id: int | None) -> set[int]:

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from caldera.config import ModelConfig, RolloutConfig
+from caldera.config.rollout_checks import REMOTE
 from caldera.data import object_array
 from caldera.models.forward import base_module
-from caldera.models.loading import DTYPES, load_policy
+from caldera.models.loading import DTYPES, load_policy, shape_of_policy
 from caldera.protocol import DataProto
 from caldera.rollout import ROLLOUTS, Completion, Request, Rollout, StepwiseRollout
 from caldera.rollout.batch import requests_from_batch
@@ -40,7 +41,7 @@ class SamplerWorker(Worker):
     def init_model(self) -> None:
         """Load the weights, in the precision of sampling, and build the sampler."""
         config = self.config
-        module = load_policy(self.model, DTYPES[str(config.dtype)], config.seed, MODEL_KEY)
+        module = load_sampled(self.model, str(config.name), str(config.dtype), config.seed)
         self.rollout = build_sampler(config, module, self.device)
         self._stop_tokens = stop_tokens(module, self.eos_token_id)
         most = getattr(base_module(module).config, "max_position_embeddings", None)
@@ -75,9 +76,18 @@ class SamplerWorker(Worker):
         return [completion for group in groups for completion in self.rollout.generate(group)]
 
 
+def load_sampled(model: ModelConfig, sampler: str, dtype: str, seed: int) -> nn.Module:
+    """What the sampler of that name samples from. A server elsewhere has weights of its own: of the
+    model here, which may be far too large for this machine, the shape is enough."""
+    if sampler == REMOTE:
+        return shape_of_policy(model, MODEL_KEY)
+    return load_policy(model, DTYPES[dtype], seed, MODEL_KEY)
+
+
 def build_sampler(config: RolloutConfig, module: nn.Module, device: torch.device) -> Rollout:
     """A sampler of the weights that the module has; an engine takes them when it first samples."""
-    return ROLLOUTS[str(config.name)](config, module.to(device), device)
+    placed = module if config.name == REMOTE else module.to(device)
+    return ROLLOUTS[str(config.name)](config, placed, device)
 
 
 def _groups(requests: Sequence[Request], counts: Sequence[int]) -> Iterator[Sequence[Request]]:

@@ -34,9 +34,11 @@ class ShardingManager:
         """Give the sampler the engine's newest weights, unless it has them."""
         if not self._shared and self._pushed_version != self._engine.version:
             self._engine.onload()
-            self._rollout.load_weights(self._engine.export_weights(), self._engine.version)
             if isinstance(self._rollout, EngineRollout):
+                self._rollout.update(self._engine, self._engine.version)
                 self._rollout.expect(self._probe(self._rollout))
+            else:
+                self._rollout.load_weights(self._engine.export_weights(), self._engine.version)
             self._engine.offload()
         self._pushed_version = self._rollout.version = self._engine.version
 

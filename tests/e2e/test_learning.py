@@ -100,8 +100,9 @@ def test_critic_warmup_leaves_the_actor_alone(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_micro_batches_by_tokens_change_nothing(lab: Lab, tmp_path: Path) -> None:
-    """Nor does their size: here a mini-batch of 80 samples is one, or many."""
-    steps = (*ALGORITHMS["ppo"], "trainer.total_training_steps=3", *lab.descent)
+    """Nor does their size: here a mini-batch of 20 samples is one, or many."""
+    few = ("actor_rollout_ref.rollout.n=4", "trainer.total_training_steps=3")
+    steps = (*ALGORITHMS["ppo"], *few, *lab.descent)
     by_count = lab.train(tmp_path / "count", *steps)
     by_tokens = lab.train(
         tmp_path / "tokens",

@@ -6,7 +6,6 @@ import json
 import math
 import random
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,12 +43,7 @@ class Pairs:
         ]
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "caldera.cli", *command],
-            env=self.lab.environment,
-            text=True,
-            capture_output=True,
-        )
+        return self.lab.run(list(command), "caldera.cli")
 
     def train(self, command: str, run_dir: Path, *more: str) -> list[dict[str, Any]]:
         """A run that must succeed; returns its metrics."""

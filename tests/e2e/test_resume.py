@@ -118,8 +118,10 @@ class Run:
         assert process.returncode == -signal.SIGKILL, output
 
     def _start(self, arguments: list[str]) -> subprocess.Popen[str]:
-        lab = type(self._lab)(self._lab.folder, self._environment)
-        return lab.start(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            self._lab.warm.command("caldera.trainer.main_ppo", *arguments), text=True,
+            env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
 
     def tracked_step(self) -> int:
         return int((self.directory / "latest_checkpointed_iteration.txt").read_text())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -69,7 +68,7 @@ class Run:
             self.directory, "optim.optimizer_impl=standstill", "trainer.save_freq=3",
             "trainer.test_freq=4", *more,
         )  # fmt: skip
-        self._command = [sys.executable, "-m", "caldera.cli", "sft", *arguments]
+        self._command = lessons.lab.warm.command("caldera.cli", "sft", *arguments)
         search_path = f"{lessons.lab.environment['PYTHONPATH']}:{folder}"
         self._environment = lessons.lab.environment | {
             "PYTHONPATH": search_path, "MARK": str(self.mark), "AT_STEP": str(at_step),

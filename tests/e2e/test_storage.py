@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_a_run_that_has_everything_elsewhere_goes_on_on_another_machine(
 
     def start(machine: str) -> Any:
         cache = {"CALDERA_CACHE": str(tmp_path / machine / "cache"), "no_proxy": "127.0.0.1"}
-        own = type(lab)(lab.folder, lab.environment | cache)
+        own = replace(lab, environment=lab.environment | cache)
         run_dir = tmp_path / machine / "run"
         return own.run(overrides(lab, run_dir, *elsewhere, mark=str(mark)))
 

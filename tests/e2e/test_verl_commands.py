@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
-import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,23 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM
 
+from caldera.search_agent.retriever import BuildOptions, Index, RetrieverServer, build_index
+from tests.verl_lines import (
+    BEFORE,
+    PPO,
+    SEARCH,
+    START,
+    TOOLS,
+    bash,
+    metrics,
+    small,
+    talkative_model,
+    tools_of_verls,
+)
+
 if TYPE_CHECKING:
     from tests.conftest import Lab, Lessons
 
-REPOSITORY = Path(__file__).parents[2]
 EXTENSION = """
 from verl.trainer.ppo.core_algos import agg_loss, register_adv_est, register_policy_loss
 from verl.workers.reward_manager import NaiveRewardManager, register
@@ -47,45 +61,44 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     score = score if isinstance(score, dict) else {"score": score}
     return {**score, "length": len(solution_str)}
 """
+SAME = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean")
+SCRIPT = """#!/usr/bin/env bash
+# GRPO on sums.
+set -euxo pipefail
+sampling=(
+    actor_rollout_ref.rollout.n=4  # answers
+    actor_rollout_ref.rollout.temperature=${TEMPERATURE:-1.0}
+)
+folder=$(basename "$MODEL")-run
+batch=$((4 * 2))
+
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files="['$DATA/train.parquet']" data.val_files="['$DATA/test.parquet']" \\
+    data.train_batch_size=${batch} data.max_prompt_length=6 data.max_response_length=4 \\
+    data.truncation='error' \\
+    actor_rollout_ref.model.path=$MODEL \\
+    actor_rollout_ref.actor.optim.lr=1e-3 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=$((batch / 2)) \\
+    actor_rollout_ref.actor.use_dynamic_bsz=True \\
+    critic.optim.lr='${actor_rollout_ref.actor.optim.lr}' \\
+    "${sampling[@]}" trainer.logger='["console"]' trainer.val_before_train=False \\
+    trainer.default_local_dir=$folder trainer.total_training_steps=1 "$@" 2>&1 | tee log
+"""
 
 
 def verl(lab: Lab, folder: Path, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command that must succeed, with what stands in its folder importable."""
-    paths = (REPOSITORY, REPOSITORY / "compat" / "verl", folder)
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], cwd=folder, text=True, capture_output=True,
-        env=lab.environment | {"PYTHONPATH": ":".join(map(str, paths)), "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
-def ppo(lab: Lab) -> list[str]:
-    """The documented PPO command: its keys, with other paths and sizes."""
-    return [
-        f"data.train_files={lab.train_file}", f"data.val_files={lab.test_file}",
-        "data.train_batch_size=16", "data.max_prompt_length=6", "data.max_response_length=4",
-        f"actor_rollout_ref.model.path={lab.model}", "actor_rollout_ref.actor.optim.lr=1e-6",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", "critic.optim.lr=1e-5",
-        f"critic.model.path={lab.model}", "critic.ppo_micro_batch_size_per_gpu=4",
-        "algorithm.kl_ctrl.kl_coef=0.001", "trainer.logger=console",
-        "trainer.val_before_train=False", "trainer.n_gpus_per_node=1", "trainer.nnodes=1",
-        "trainer.save_freq=10", "trainer.test_freq=10", "trainer.total_epochs=3",
-    ]  # fmt: skip
+    """A command that must succeed."""
+    return bash(lab, folder, f"python3 -m {module}", *arguments)
 
 
 @pytest.mark.slow
 def test_ppo_and_the_model_merger(lab: Lab, tmp_path: Path) -> None:
     run_dir, model = tmp_path / "run", tmp_path / "model"
     arguments = ["trainer.save_freq=1", f"trainer.default_local_dir={run_dir}"]
-    arguments += ["trainer.total_epochs=1", "trainer.total_training_steps=1"]
-    done = verl(lab, tmp_path, "verl.trainer.main_ppo", *ppo(lab), *arguments)
-    assert "step:1 - " in done.stdout and "critic/vf_loss:" in done.stdout
+    arguments += ["trainer.total_epochs=1", "trainer.total_training_steps=1", *small(lab)]
+    done = bash(lab, tmp_path, f"{START} {PPO}", *arguments)
+    assert "critic/vf_loss" in metrics(done)
     actor = run_dir / "global_step_1" / "actor"
     options = ["--backend", "fsdp", "--local_dir", str(actor)]
     done = verl(
@@ -133,6 +146,16 @@ def test_generation_and_evaluation(lab: Lab, tmp_path: Path) -> None:
         "rollout.response_length=4", "trainer.n_gpus_per_node=1",
     )  # fmt: skip
     assert {len(row) for row in pq.read_table(answers)["responses"].to_pylist()} == {5}
+    served = tmp_path / "served.parquet"
+    rollout = "actor_rollout_ref.rollout"
+    verl(
+        lab, tmp_path, "verl.trainer.main_generation_server",
+        f"data.train_files=['{lab.test_file}']", f"+data.output_path={served}",
+        f"actor_rollout_ref.model.path={lab.model}",
+        f"{rollout}.n=5", f"{rollout}.top_k=50", f"{rollout}.top_p=0.7", f"{rollout}.name=native",
+        "data.max_prompt_length=6", "data.max_response_length=4", "trainer.n_gpus_per_node=1",
+    )  # fmt: skip
+    assert pq.read_table(served).equals(pq.read_table(answers))
     done = verl(
         lab, tmp_path, "verl.trainer.main_eval", f"data.path={answers}", "data.prompt_key=prompt",
         "data.response_key=responses", "data.data_source_key=data_source",
@@ -149,3 +172,60 @@ def test_fine_tuning(lessons: Lessons, tmp_path: Path) -> None:
     assert "step:1 - train/loss:" in done.stdout
     shown = verl(lessons.lab, tmp_path, "verl.trainer.sft_trainer", "--cfg", "job", *arguments)
     assert "  use_dynamic_bsz: true\n" in shown.stdout  # as in the file of later releases
+
+
+@pytest.mark.slow
+def test_tools_on_ranks_that_share_sequences(lab: Lab, tmp_path: Path) -> None:
+    """Several turns with a sandbox for code, clip-higher, Ulysses, no KL."""
+    variables = talkative_model(tmp_path)
+    with tools_of_verls(tmp_path):
+        done = bash(
+            lab, tmp_path, f"{START} {' '.join(BEFORE)} {TOOLS}", "data.max_response_length=32",
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+            "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.val_kwargs.n=2",
+            "trainer.n_gpus_per_node=2", "trainer.total_training_steps=1",
+            f"trainer.default_local_dir={tmp_path / 'run'}", **variables,
+        )  # fmt: skip
+    told = metrics(done)
+    assert told["tool_calls/code_interpreter/ok"] > 0
+    assert told["num_turns/max"] > 3 and "actor/grad_norm" in told
+
+
+@pytest.mark.slow
+def test_the_search_agent(lab: Lab, tmp_path: Path) -> None:
+    variables = talkative_model(tmp_path)
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"id": "1", "contents": "\\"Ada\\"\\nAda 42"}\n')
+    build_index([corpus], tmp_path / "index", BuildOptions())
+    with RetrieverServer(Index(tmp_path / "index"), "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            done = bash(
+                lab, tmp_path, f"{START} {' '.join(BEFORE)} {SEARCH}",
+                f"retriever.url={server.url}", "data.max_response_length=6",
+                "data.max_obs_length=16",
+                "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4",
+                "trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path / 'run'}",
+                **variables,
+            )  # fmt: skip
+        finally:
+            server.shutdown()
+            thread.join()
+    told = metrics(done)
+    assert told["env/number_of_valid_search"] > 0
+    assert 0 < told["state_tokens/coverage"] < 1
+
+
+@pytest.mark.slow
+def test_what_a_script_is_migrated_to_runs_as_the_script_does(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    theirs = metrics(bash(lab, tmp_path, "bash run.sh"))
+    assert (tmp_path / "model-run").is_dir()
+    shutil.rmtree(tmp_path / "model-run")
+    told = bash(lab, tmp_path, "python3 -m caldera.cli migrate run.sh").stdout
+    _, _, command = told.partition("The same here\n")
+    command = command.partition("\n\n")[0].replace("caldera train", "python3 -m caldera.cli train")
+    ours = metrics(bash(lab, tmp_path, command))
+    assert (tmp_path / "model-run").is_dir()
+    assert {key: ours[key] for key in SAME} == {key: theirs[key] for key in SAME}

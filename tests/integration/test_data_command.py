@@ -29,9 +29,7 @@ def unchanged_logging() -> Iterator[None]:
 
 
 def caldera(lab: Lab, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "caldera.cli", *map(str, arguments)]
-    environment = lab.environment | {"COLUMNS": "200"}
-    return subprocess.run(command, env=environment, text=True, capture_output=True)
+    return lab.run(list(map(str, arguments)), "caldera.cli", COLUMNS="200")
 
 
 def test_from_raw_files_to_batches(lab: Lab, tmp_path: Path) -> None:

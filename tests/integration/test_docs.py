@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -22,6 +24,9 @@ from caldera.config import PPOTrainerConfig, config_to_dict, known_keys, load_co
 from caldera.config.loader import SCHEMAS
 from caldera.config.migrate import MOVED_SUPERVISED, moved_to
 from caldera.demo import run as demo
+
+if TYPE_CHECKING:
+    from tests.conftest import WarmPython
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [
@@ -37,6 +42,8 @@ TEXTS = [
     *(REPOSITORY / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "THIRD_PARTY.md")),
 ]
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*/*.yaml"))
+PORT = "8765"
+"""Of the server that pages start; on this machine somebody may have it."""
 REASONS = {"installs packages", "needs a cluster", "takes minutes"}
 BLOCK = re.compile(
     r"^(?:<!-- not executed: (?P<reason>.+?) -->\n)?```bash\n(?P<script>.*?)^```$",
@@ -62,20 +69,26 @@ def name(path: Path) -> str:
 # ---------------------------------------------------------------------- commands
 
 
-def run_script(script: str, folder: Path) -> None:
-    """Run the lines in a shell that finds the `caldera` and `python3` of these tests."""
+def run_script(script: str, folder: Path, warm: WarmPython | None = None) -> None:
+    """Run the lines in a shell that finds the `caldera` and `python3` of these tests.
+
+    With `warm`, `caldera` is called in processes that have imported everything already.
+    """
     programs = folder / ".bin"  # for an environment in which Caldera is not installed
     programs.mkdir(exist_ok=True)
     entry_point = programs / "caldera"
-    entry_point.write_text(f'#!/bin/sh\nexec {sys.executable} -m caldera.cli "$@"\n')
+    python = warm.command("caldera.cli") if warm else [sys.executable, "-m", "caldera.cli"]
+    entry_point.write_text(f'#!/bin/sh\nexec {shlex.join(python)} "$@"\n')
     entry_point.chmod(0o755)
+    installed = Path(sys.executable).parent
+    places = (programs, installed) if warm else (installed, programs)
     own = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "CALDERA_"))}
     environment = own | {
         "CALDERA_CACHE": str(folder / ".cache"),
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), str(programs), own["PATH"]]),
+        "PATH": os.pathsep.join([*map(str, places), own["PATH"]]),
         "PYTHONPATH": str(REPOSITORY),
     }
     done = subprocess.run(
@@ -94,16 +107,25 @@ def after_make_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return str(probe.getsockname()[1])
+
+
 EXECUTED = [page for page in PAGES if any(not block["reason"] for block in blocks(page))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", EXECUTED, ids=name)
-def test_the_commands_of_a_page_run(page: Path, after_make_demo: Path, tmp_path: Path) -> None:
+def test_the_commands_of_a_page_run(
+    page: Path, after_make_demo: Path, warm: WarmPython, tmp_path: Path
+) -> None:
+    """Those of the first page as they are, so that the installed `caldera` is among them."""
     shutil.copytree(after_make_demo, tmp_path, dirs_exist_ok=True)
     for block in blocks(page):
         if not block["reason"]:
-            run_script(block["script"], tmp_path)
+            script = block["script"].replace(PORT, free_port())
+            run_script(script, tmp_path, None if page == PAGES[0] else warm)
     assert logged_names(tmp_path)
     undocumented = [n for n in logged_names(tmp_path) if not is_documented_metric(n)]
     assert undocumented == [], "these metrics are not in docs/metrics.md"

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import WarmPython
+
+Evaluate = Callable[..., subprocess.CompletedProcess[str]]
 
 GSM8K, DAPO = "openai/gsm8k", "math_dapo"
 
@@ -30,12 +35,16 @@ def row(source: str, number: int, *answers: str) -> dict[str, Any]:
     }
 
 
-def evaluate(*arguments: str, module: str = "caldera.cli") -> subprocess.CompletedProcess[str]:
-    given = ["eval", *arguments] if module == "caldera.cli" else list(arguments)
-    return subprocess.run(
-        [sys.executable, "-m", module, *given], capture_output=True, text=True, check=False,
-        timeout=200, env={**os.environ, "COLUMNS": "120"},
-    )  # fmt: skip
+@pytest.fixture
+def evaluate(warm: WarmPython) -> Evaluate:
+    def run(*arguments: str, module: str = "caldera.cli") -> subprocess.CompletedProcess[str]:
+        given = ["eval", *arguments] if module == "caldera.cli" else list(arguments)
+        return subprocess.run(
+            warm.command(module, *given), capture_output=True, text=True, check=False,
+            timeout=200, env={**os.environ, "COLUMNS": "120"},
+        )  # fmt: skip
+
+    return run
 
 
 @pytest.fixture
@@ -47,7 +56,7 @@ def answers(tmp_path: Path) -> Path:
     return write(tmp_path / "out.parquet", rows)
 
 
-def test_a_file_is_scored_by_its_data_sources(answers: Path) -> None:
+def test_a_file_is_scored_by_its_data_sources(evaluate: Evaluate, answers: Path) -> None:
     done = evaluate(f"data.path={answers}", module="caldera.trainer.main_eval")
     assert done.returncode == 0, done.stderr
     found = json.loads((answers.parent / "out.evaluation.json").read_text())
@@ -67,7 +76,9 @@ def test_a_file_is_scored_by_its_data_sources(answers: Path) -> None:
     assert page.count("<article") == 32 - 12 + 4 and "no idea" in page
 
 
-def test_a_function_of_ones_own_may_fail_or_hang(answers: Path, tmp_path: Path) -> None:
+def test_a_function_of_ones_own_may_fail_or_hang(
+    evaluate: Evaluate, answers: Path, tmp_path: Path
+) -> None:
     function = tmp_path / "own.py"
     function.write_text(
         "import time\n"
@@ -89,7 +100,7 @@ def test_a_function_of_ones_own_may_fail_or_hang(answers: Path, tmp_path: Path) 
     assert "2 could not be scored" in done.stdout
 
 
-def test_two_files_are_compared(tmp_path: Path) -> None:
+def test_two_files_are_compared(evaluate: Evaluate, tmp_path: Path) -> None:
     better = write(tmp_path / "new.parquet", [row(GSM8K, i, f"#### {i}") for i in range(1, 13)])
     worse = write(
         tmp_path / "old.parquet",
@@ -116,7 +127,9 @@ def test_two_files_are_compared(tmp_path: Path) -> None:
         (("data.path=FILE", "data.respons_key=x"), "data.response_key"),
     ],
 )
-def test_mistakes_are_told(answers: Path, arguments: tuple[str, ...], told: str) -> None:
+def test_mistakes_are_told(
+    evaluate: Evaluate, answers: Path, arguments: tuple[str, ...], told: str
+) -> None:
     done = evaluate(*(argument.replace("FILE", str(answers)) for argument in arguments))
     assert done.returncode == 2
     assert told in done.stderr and "Traceback" not in done.stderr

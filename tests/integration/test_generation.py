@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +23,7 @@ from caldera.rollout import server_client
 from caldera.trainer.bundle import read_bundle
 from caldera.trainer.generation.parts import Parts
 from caldera.trainer.generation.run import generate
+from tests.generation_trials import killed_run, responses
 
 ROWS, SAMPLES = 25, 3
 
@@ -45,15 +43,8 @@ def config_of(overrides: Sequence[str]) -> GenerationConfig:
 
 
 def run(lab: Any, command: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "caldera.cli", command, *overrides], env=lab.environment,
-        capture_output=True, text=True, check=False, timeout=200,
-    )  # fmt: skip
-
-
-def responses(file: Path) -> list[list[str]]:
-    found: list[list[str]] = pyarrow.parquet.read_table(file)["responses"].to_pylist()
-    return found
+    done: subprocess.CompletedProcess[str] = lab.run([command, *overrides], "caldera.cli")
+    return done
 
 
 @pytest.fixture(scope="module")
@@ -84,30 +75,7 @@ def test_a_killed_run_goes_on_to_the_same_file(lab: Any, reference: Path, tmp_pa
     parts = tmp_path / "out.parquet.parts"
     given = arguments(lab, output, "data.batch_size=1")
     whole = generate(config_of(arguments(lab, tmp_path / "whole.parquet", "data.batch_size=1")))
-    # Slow enough to be killed in its midst: it waits for a line before each batch.
-    program = (
-        "import sys\n"
-        "from caldera.trainer.generation.sampling import Samplers\n"
-        "from caldera.trainer.main_generation import main\n"
-        "plain = Samplers.answers\n"
-        "Samplers.answers = lambda self, rows: (sys.stdin.readline(), plain(self, rows))[1]\n"
-        "sys.exit(main())\n"
-    )
-    command = [sys.executable, "-c", program, *given, "trainer.n_gpus_per_node=2"]
-    with subprocess.Popen(
-        command, env=lab.environment, stdin=subprocess.PIPE, start_new_session=True
-    ) as process:
-        assert process.stdin is not None
-        process.stdin.write(b"\n" * 5)
-        process.stdin.flush()
-        deadline = time.monotonic() + 120
-        while len(list(parts.glob("rows-*.parquet"))) < 5 and time.monotonic() < deadline:
-            assert process.poll() is None
-            time.sleep(0.05)
-        os.kill(process.pid, signal.SIGKILL)
-    while lab.processes_of(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not lab.processes_of(process.pid)  # its ranks have ended, too
+    killed_run(lab, [*given, "trainer.n_gpus_per_node=2"], parts, batches=5)
     (parts / ".rows-000000005-000000006.parquet.tmp").write_bytes(b"half of a file")
     kept = {file.name: file.stat().st_mtime_ns for file in parts.glob("rows-*.parquet")}
     assert len(kept) == 5 and not output.exists()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,15 @@ SERVER = Path(__file__).parents[1] / "data/mcp/server.py"
 STDIO = {"command": sys.executable, "args": [str(SERVER)], "type": "stdio"}
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def served(port: int) -> Iterator[str]:
+    """The address of a server over HTTP."""
     process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
     try:
         for _ in range(600):
@@ -39,6 +44,12 @@ def address() -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with served(free_port()) as url:
+        yield url
 
 
 def written(folder: Path, server: Any, tools: list[str] | None, **limits: Any) -> str:
@@ -102,6 +113,41 @@ def test_a_server_that_died_is_started_again(tmp_path: Path) -> None:
         died = run(runner, ("die", {}))[0]
         assert died.status == "error" and "the server tests is gone" in died.text
         assert run(runner, ("add", {"a": 1}))[0].text == "2"
+    finally:
+        asyncio.run(runner.close())
+
+
+def test_a_server_at_an_address_may_come_back(tmp_path: Path) -> None:
+    port = free_port()
+    with served(port) as url:
+        runner = ToolRunner(load_tools(written(tmp_path, {"url": url}, ["add"], timeout=20)))
+        assert run(runner, ("add", {"a": 1}))[0].text == "2"
+    try:
+        assert run(runner, ("add", {"a": 1}))[0].status in ("error", "timeout")
+        with served(port):
+            outcomes = [run(runner, ("add", {"a": 1}))[0] for _ in range(2)]
+            assert outcomes[1].text == "2", outcomes
+    finally:
+        asyncio.run(runner.close())
+
+
+def test_those_who_find_a_dead_server_at_once_start_one(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    code = f"open({str(starts)!r}, 'a').write('x'); import runpy; runpy.run_path({str(SERVER)!r})"
+    server = {"command": sys.executable, "args": ["-c", code]}
+    path = written(tmp_path, server, ["add", "die"], attempts=2)
+    runner = ToolRunner(load_tools(path), max_parallel_calls=65)
+    try:
+        calls = [("die", {})] + [("add", {"a": n}) for n in range(64)]
+        outcomes = run(runner, *calls)
+        assert outcomes[0].status == "error"
+        assert {outcome.status for outcome in outcomes[1:]} <= {"ok", "error"}
+        before = len(starts.read_text())
+        assert before <= 1 + 2, "one for each time that the call to `die` was tried, and no more"
+        assert [outcome.text for outcome in run(runner, *calls[1:])] == [
+            str(n + 1) for n in range(64)
+        ]
+        assert len(starts.read_text()) <= before + 1
     finally:
         asyncio.run(runner.close())
 

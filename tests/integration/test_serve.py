@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,12 +18,16 @@ from typing import Any
 
 import httpx2
 import openai
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from caldera.cli import main
 from caldera.config import compose_config
+from caldera.config.offline import GenerationConfig
 from caldera.config.serve import ServeConfig
 from caldera.demo import smollm2
+from caldera.trainer.generation.run import generate
 
 sys.path.append(str(Path(__file__).parents[1]))  # for reward_models
 from reward_models import save_judge
@@ -123,7 +128,7 @@ def test_errors_as_the_client_knows_them(client: openai.OpenAI) -> None:
         create(model="other", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError) as caught:
         create(model="tiny", messages=MESSAGES, temperature=5)
-    assert (caught.value.type, caught.value.param) == ("invalid_request_error", None)
+    assert (caught.value.type, caught.value.param) == ("invalid_request_error", "temperature")
 
 
 def test_the_line_that_is_printed_works(server: Server) -> None:
@@ -222,6 +227,25 @@ def test_who_leaves_is_not_written_for(server: Server) -> None:
     assert server.metric("generated_tokens_total") - written < 4 * 400
 
 
+def test_prompts_of_a_file(server: Server, folder: Path, tmp_path: Path) -> None:
+    """By messages, and by tokens, for which the model's tokenizer and config are enough."""
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [MESSAGES] * 3}), tmp_path / "in.parquet")
+    for who in (
+        (f"rollout.url={server.url}", "model.path=tiny"),
+        ("rollout.name=remote", f"rollout.remote.url={server.url}", f"model.path={bare}"),
+    ):
+        overrides = [
+            *who, f"data.path={tmp_path}/in.parquet", f"data.output_path={tmp_path}/out.parquet",
+            "data.n_samples=2", "data.batch_size=2", "rollout.top_k=-1", "rollout.prompt_length=64",
+            "rollout.response_length=8", "trainer.device=cpu",
+        ]  # fmt: skip
+        config = compose_config(overrides, "generation", None, GenerationConfig)
+        answers = pyarrow.parquet.read_table(generate(config))["responses"].to_pylist()
+        assert [len(texts) for texts in answers] == [2] * 3
+
+
 def test_sigterm_finishes_what_is_being_written(server: Server) -> None:
     """The last one to use this server."""
 
@@ -282,7 +306,8 @@ def test_a_real_model_in_a_session() -> None:
 
     overrides = [f"model.path={smollm2.materialise()}", "server.port=0", "server.device=cpu"]
     config = compose_config(overrides, "serve", None, ServeConfig)
-    sampler, server = start(config)
+    serving = start(config)
+    server = serving.server
     try:
         client = openai.OpenAI(base_url=server.url, api_key="none", timeout=120)
         messages: list[Any] = [{"role": "user", "content": "Tell me a story of a fox."}]
@@ -296,8 +321,7 @@ def test_a_real_model_in_a_session() -> None:
         (trajectory,) = server.trajectories("fox")
         first, second = server.recorder.turns("fox") or []
     finally:
-        account = server.close()
-        asyncio.run(sampler.close())
+        account = serving.close(seconds=0)
     assert account.lost == 0
     assert trajectory.turns == 2
     assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids

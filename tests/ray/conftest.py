@@ -84,6 +84,7 @@ class Node:
         self.folder = Path(tempfile.mkdtemp(prefix="ray-"))
         command = [
             str(REPOSITORY / "examples/cluster" / script), address, *options,
+            "--min-worker-port=0", "--max-worker-port=0",  # any that other clusters do not have
             f"--temp-dir={self.folder}", "--block",
         ]  # fmt: skip
         programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -191,7 +192,7 @@ class RealNodes:
             node.end()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def nodes() -> Iterator[RealNodes]:
     """A real head and a second real node on this machine, which examples/cluster has started."""
     nodes = RealNodes()

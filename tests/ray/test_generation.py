@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet
 import pytest
@@ -17,17 +15,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.ray
 
 
-def test_answers_of_two_nodes(lab: Lab, nodes: RealNodes, tmp_path: Path) -> None:
+def test_answers_of_two_nodes(lab: Lab, nodes: RealNodes, tmp_path: Path, wait_for: Any) -> None:
     def answers(name: str, *more: str, **environment: str) -> list[list[str]]:
         keys = (
             f"model.path={lab.model}", f"data.path={lab.test_file}", "data.n_samples=2",
             f"data.output_path={tmp_path / name}", "data.batch_size=16", "rollout.prompt_length=8",
             "rollout.response_length=4", "trainer.device=cpu", *more,
         )  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-m", "caldera.cli", "generate", *keys], text=True, timeout=200,
-            env=lab.environment | environment, capture_output=True, check=False,
-        )  # fmt: skip
+        done = lab.run(["generate", *keys], "caldera.cli", **environment)
         assert done.returncode == 0, done.stdout + done.stderr
         found: list[list[str]] = pyarrow.parquet.read_table(tmp_path / name)[
             "responses"
@@ -40,4 +35,4 @@ def test_answers_of_two_nodes(lab: Lab, nodes: RealNodes, tmp_path: Path) -> Non
     )
     assert spread == expected
     assert not (tmp_path / "ray.parquet.parts").exists()
-    assert nodes.processes_of_runs() == {}
+    wait_for(lambda: nodes.processes_of_runs() == {}, "orphans")

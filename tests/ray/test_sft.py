@@ -19,7 +19,9 @@ pytestmark = pytest.mark.ray
 MORE = ("trainer.total_training_steps=4", "trainer.test_freq=2", "trainer.save_freq=4")
 
 
-def test_conversations_over_two_nodes(lessons: Lessons, nodes: RealNodes, tmp_path: Path) -> None:
+def test_conversations_over_two_nodes(
+    lessons: Lessons, nodes: RealNodes, tmp_path: Path, wait_for: Any
+) -> None:
     given = (*lessons.conversations, *MORE)
     overrides = lessons.overrides(tmp_path / "alone", *given)
     run(load_supervised_config(overrides, "sft_trainer_engine", None, SFTTrainerConfig),
@@ -36,7 +38,7 @@ def test_conversations_over_two_nodes(lessons: Lessons, nodes: RealNodes, tmp_pa
         pytest.approx(values(row), rel=1e-5, abs=1e-5) for row in expected
     ]
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "4"
-    assert nodes.processes_of_runs() == {}
+    wait_for(lambda: nodes.processes_of_runs() == {}, "orphans")
 
 
 def values(row: dict[str, Any]) -> dict[str, Any]:

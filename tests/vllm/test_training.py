@@ -32,6 +32,23 @@ def test_two_steps(lab: Lab, tmp_path: Path) -> None:
         assert row["actor/grad_norm"] > 0
 
 
+def test_an_adapter_on_two_ranks(lab: Lab, tmp_path: Path) -> None:
+    """vLLM's own tensor parallelism; what it samples with is the adapter that was trained."""
+    rows = lab.train(
+        tmp_path / "run",
+        f"actor_rollout_ref.model.path={small_model(lab, tmp_path / 'model')}",
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.actor.optim.lr=0.02",
+        "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.rollout.engine_python={python_of('vllm')}",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "trainer.total_training_steps=2",
+    )
+    for row in rows:
+        assert row["training/rollout_probs_diff_max"] < 1e-3
+        assert row["actor/grad_norm"] > 0
+
+
 def small_model(lab: Lab, folder: Path) -> Path:
     """With heads of 32, which is the least that vLLM's kernels for CPUs take."""
     tokenizer = AutoTokenizer.from_pretrained(lab.model)

@@ -21,6 +21,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROBLEMS_FOUND = 1
+PREPARE_HELP = """\
+Make parquet files of a public data set, in the rows that training takes. It is
+read from files that you have (--raw), or from the Hugging Face hub (--hub).
+
+  caldera data prepare gsm8k --hub
+  caldera data prepare gsm8k --raw downloads/gsm8k --output data/gsm8k
+"""
+CHECK_HELP = """\
+Show what is in a data file, and what is wrong with it: columns, sources and their
+scorers, lengths, duplicates. Ends with status 1 if something is wrong.
+
+  caldera data check data/gsm8k/train.parquet --against data/gsm8k/test.parquet
+"""
 
 
 class DataCommand:
@@ -90,9 +103,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    prepare = commands.add_parser("prepare", help="make parquet files of a public data set")
+    prepare = commands.add_parser(
+        "prepare", help="make parquet files of a public data set", description=PREPARE_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     prepare.add_argument("name", metavar="NAME", help=", ".join(PREPARERS))
-    prepare.add_argument("--raw", type=Path, metavar="FOLDER", help="folder with the raw files")
+    prepare.add_argument(
+        "--raw", type=Path, metavar="FOLDER", help="folder with the files as they were published"
+    )
     prepare.add_argument("--hub", action="store_true", help="download from the Hugging Face hub")
     prepare.add_argument(
         "--output", "--local_dir", "--local_save_dir",
@@ -108,7 +126,10 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    check = commands.add_parser("check", help="show what is in a data file, and what is wrong")
+    check = commands.add_parser(
+        "check", help="show what is in a data file, and what is wrong", description=CHECK_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     check.add_argument("file", metavar="FILE", help="parquet, JSON or JSON lines")
     check.add_argument("--against", metavar="OTHER", help="file that must share no prompt with it")
     _add_tokenizer(check)

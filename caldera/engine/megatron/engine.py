@@ -229,8 +229,8 @@ class MegatronEngine(Engine):
 
     # ---- weights and memory
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self.weights.export()
+    def export_weights(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return self.weights.export()  # there are no adapters
 
     def hf_shards(self) -> dict[str, Shard]:
         """This rank's part of each Hugging Face tensor that it has."""

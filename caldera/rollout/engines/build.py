@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +18,28 @@ from torch import nn
 from caldera.errors import UnsupportedError
 from caldera.models.forward import base_module
 from caldera.rollout.base import ROLLOUTS
+from caldera.rollout.engines.adapters import (
+    AdapterFolders,
+    AdapterShape,
+    adapter_shape,
+    why_merged,
+)
+from caldera.rollout.engines.cuda_ipc import CudaBuckets
+from caldera.rollout.engines.files import WeightFiles
 from caldera.rollout.engines.folders import own_folder
 from caldera.rollout.engines.host.caldera_engine.base import SteppedEngine
 from caldera.rollout.engines.options import KEY, engine_arguments, engine_environment, reseeded
 from caldera.rollout.engines.process import EngineProcess
 from caldera.rollout.engines.rollout import EngineRollout
+from caldera.rollout.engines.weights import EngineWeights
 from caldera.rollout.precision import sampling_dtype
 
 if TYPE_CHECKING:
     from caldera.config import RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+MEGABYTE = 1 << 20
 
 
 @ROLLOUTS.register("vllm")
@@ -48,7 +63,8 @@ def _build(
     dtype = sampling_dtype(module, config.dtype, device)
     folder = own_folder("caldera-model", Path(tempfile.gettempdir()))
     _write_config(module, folder)
-    arguments = engine_arguments(name, config, str(folder), device)
+    adapter = _adapter(name, config, module)
+    arguments = engine_arguments(name, config, str(folder), device, adapter)
     arguments["dtype"] = str(dtype).removeprefix("torch.")
     environment = engine_environment(name, config, device)
     python = config.engine_python
@@ -59,11 +75,45 @@ def _build(
         # SGLang, when it is shut down, ends every child of the process that it is in.
         path = sys.executable if python is None else os.path.expanduser(python)
         rank = int(os.environ.get("RANK", "0"))
-        engines = [
-            EngineProcess(path, name, reseeded(name, arguments, rank, replica), environment)
-            for replica in range(config.data_parallel_size)
-        ]
-    return EngineRollout(name, config, module, device, engines, dtype, folder)
+
+        def start(replica: int) -> SteppedEngine:
+            return EngineProcess(path, name, reseeded(name, arguments, rank, replica), environment)
+
+        with ThreadPoolExecutor(config.data_parallel_size) as pool:  # all at once
+            engines = list(pool.map(start, range(config.data_parallel_size)))
+    weights = _weights(config, dtype, device, engines, adapter)
+    return EngineRollout(name, config, module, device, engines, weights, dtype, folder)
+
+
+def _adapter(name: str, config: RolloutConfig, module: nn.Module) -> AdapterShape | None:
+    """What the engine gets as an adapter; None if there is none, or it comes merged."""
+    shape = adapter_shape(module)
+    if shape is None:
+        return None
+    if (config.engine_kwargs.get(name) or {}).get("enable_lora") is False:
+        why: str | None = f"{KEY}.engine_kwargs.{name}.enable_lora=False"
+    else:
+        why = why_merged(name, module)
+    if why is not None:
+        logger.info("%s gets the adapter merged into the weights: %s", name, why)
+        return None
+    return shape
+
+
+def _weights(
+    config: RolloutConfig, dtype: torch.dtype, device: torch.device,
+    engines: list[SteppedEngine], adapter: AdapterShape | None,
+) -> EngineWeights:  # fmt: skip
+    bucket = config.checkpoint_engine.update_weights_bucket_megabytes * MEGABYTE
+    # What a handle of memory looks like is between two of the same torch.
+    builds = {each.torch_version if isinstance(each, EngineProcess) else "" for each in engines}
+    shares_gpu = device.type == "cuda" and builds == {str(torch.__version__)}
+    return EngineWeights(
+        len(engines),
+        WeightFiles(dtype, bucket),
+        None if adapter is None else AdapterFolders(adapter),
+        CudaBuckets(dtype, bucket, device) if shares_gpu else None,
+    )
 
 
 def _require(name: str) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from caldera.errors import RolloutError
 from caldera.rollout.engines.folders import own_folder
+from caldera.rollout.engines.host.caldera_engine.base import SteppedEngine
 from caldera.rollout.engines.host.caldera_engine.buckets import (
     ALIGNMENT,
     Bucket,
@@ -21,6 +23,8 @@ from caldera.rollout.engines.host.caldera_engine.buckets import (
 )
 
 SHARED_MEMORY = Path("/dev/shm")
+
+NamedWeights = Iterable[tuple[str, Tensor]]
 
 
 class WeightFiles:
@@ -32,48 +36,66 @@ class WeightFiles:
         self._bucket_bytes = bucket_bytes
         self._folder = own_folder("caldera-weights", root)
         self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        self.buckets: list[Bucket] | None = None
-        """None before the first weights."""
+        self.buckets: list[Bucket] = []
 
-    def write(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+    def write(self, stream: NamedWeights) -> None:
         """Replace all weights by those of the stream."""
+        self.clear()
+        for weights, size in in_buckets(stream, self._dtype, self._bucket_bytes):
+            self.buckets.append(self._bucket(weights, size))
+
+    def clear(self) -> None:
+        """Give the memory back."""
         for file in self._folder.iterdir():
             file.unlink()
-        self.buckets = None
-        buckets: list[Bucket] = []
-        waiting: list[tuple[str, Tensor]] = []
-        size = 0
-        for name, weight in stream:
-            own = _aligned(weight.numel() * self._dtype.itemsize)
-            if waiting and size + own > self._bucket_bytes:
-                buckets.append(self._bucket(len(buckets), waiting, size))
-                waiting, size = [], 0
-            waiting.append((name, weight))
-            size += own
-        if waiting:
-            buckets.append(self._bucket(len(buckets), waiting, size))
-        self.buckets = buckets
+        self.buckets = []
+
+    def push(self, engine: SteppedEngine) -> None:
+        """Have the engine read them all."""
+        for place, bucket in enumerate(self.buckets):
+            engine.load_bucket(bucket, place == 0)
 
     def close(self) -> None:
         self._remove()
 
-    def _bucket(self, number: int, weights: list[tuple[str, Tensor]], size: int) -> Bucket:
-        path = self._folder / f"{number:05d}"
+    def _bucket(self, weights: list[tuple[str, Tensor]], size: int) -> Bucket:
+        path = self._folder / f"{len(self.buckets):05d}"
         _allocate(path, size)
         memory = map_file(str(path), size)
-        entries, offset = [], 0
-        with torch.no_grad():
-            for name, weight in weights:
-                length = weight.numel() * self._dtype.itemsize
-                place = memory[offset : offset + length].view(self._dtype)
-                place.view(weight.shape).copy_(weight)
-                entries.append(
-                    [name, str(self._dtype).removeprefix("torch."), list(weight.shape), offset]
-                )
-                offset += _aligned(length)
+        entries = fill(memory, weights, self._dtype)
         return {
             "path": str(path), "bytes": size, "checksum": checksum(memory), "entries": entries,
         }  # fmt: skip
+
+
+def in_buckets(
+    stream: NamedWeights, dtype: torch.dtype, bucket_bytes: int
+) -> Iterator[tuple[list[tuple[str, Tensor]], int]]:
+    """Weights that fit a bucket together, or one that does not, and the bytes that they take."""
+    waiting: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, weight in stream:
+        own = _aligned(weight.numel() * dtype.itemsize)
+        if waiting and size + own > bucket_bytes:
+            yield waiting, size
+            waiting, size = [], 0
+        waiting.append((name, weight))
+        size += own
+    if waiting:
+        yield waiting, size
+
+
+def fill(memory: Tensor, weights: list[tuple[str, Tensor]], dtype: torch.dtype) -> list[list[Any]]:
+    """Copy weights into memory (bytes,), one behind the other; returns a bucket's entries."""
+    entries, offset = [], 0
+    with torch.no_grad():
+        for name, weight in weights:
+            length = weight.numel() * dtype.itemsize
+            place = memory[offset : offset + length].view(dtype)
+            place.view(weight.shape).copy_(weight)
+            entries.append([name, str(dtype).removeprefix("torch."), list(weight.shape), offset])
+            offset += _aligned(length)
+    return entries
 
 
 def _aligned(size: int) -> int:

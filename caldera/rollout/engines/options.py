@@ -14,6 +14,7 @@ from caldera.rollout.base import SamplingParams
 
 if TYPE_CHECKING:
     from caldera.config import RolloutConfig
+    from caldera.rollout.engines.adapters import AdapterShape
 
 KEY = "actor_rollout_ref.rollout"
 CPU_BLOCK = 32
@@ -28,8 +29,9 @@ Arguments = dict[str, Any]
 
 
 def engine_arguments(
-    name: str, config: RolloutConfig, model: str, device: torch.device
-) -> Arguments:
+    name: str, config: RolloutConfig, model: str, device: torch.device,
+    adapter: AdapterShape | None = None,
+) -> Arguments:  # fmt: skip
     """Everything that an engine is started with; `engine_kwargs` comes last, and wins."""
     tensor_parallel = config.tensor_model_parallel_size
     if device.type == "cuda" and tensor_parallel > torch.cuda.device_count():
@@ -40,6 +42,9 @@ def engine_arguments(
     given = config.engine_kwargs.get(name) or {}
     chosen = {key: value for key, value in given.items() if value is not None}
     arguments = BUILDERS[name](config, model, device.type == "cpu")
+    if adapter is not None:
+        # one at a time: with new weights another takes its place
+        arguments |= {"enable_lora": True, "max_lora_rank": adapter.rank, "max_loras": 1}
     fixed = {"model", "model_path", "dtype", "load_format", "skip_tokenizer_init"}
     if taken := sorted(fixed & chosen.keys()):
         raise ConfigError(

@@ -14,7 +14,7 @@ from typing import IO, Any
 from caldera.errors import RolloutError
 from caldera.rollout.engines.host import __path__ as host_path
 from caldera.rollout.engines.host.caldera_engine.base import Event
-from caldera.rollout.engines.host.caldera_engine.buckets import Bucket
+from caldera.rollout.engines.host.caldera_engine.buckets import Adapter, Bucket
 from caldera.rollout.engines.host.caldera_engine.frames import Frames, Message
 from caldera.rollout.engines.options import reseeded
 
@@ -44,6 +44,8 @@ class EngineProcess:
         self._environment = environment
         self._told = f"actor_rollout_ref.rollout.engine_python={python!r} ({name})"
         self._starts = 0
+        self.torch_version = ""
+        """Of the other Python."""
         self._end: Callable[[], object] | None = None
         self.start()
 
@@ -68,7 +70,7 @@ class EngineProcess:
         self._end = weakref.finalize(self, _end, self._process, self._frames, self._log)
         try:
             self._frames.send(reseeded(self._name, self._arguments, self._starts))
-            self._answer()
+            self.torch_version = str(self._answer())
         except EngineDied as error:  # which tells the last lines
             self.close()
             raise RolloutError(f"{self._told} does not start: {error}") from error
@@ -104,8 +106,11 @@ class EngineProcess:
         events, self._events = self._events, []
         return events
 
-    def load_weights(self, buckets: list[Bucket], version: int) -> None:
-        self._call("load_weights", buckets=buckets, version=version)
+    def load_bucket(self, bucket: Bucket, first: bool) -> None:
+        self._call("load_bucket", bucket=bucket, first=first)
+
+    def use_weights(self, version: int, adapter: Adapter | None) -> None:
+        self._call("use_weights", version=version, adapter=adapter)
 
     def score(self, prompt_ids: list[int]) -> list[float]:
         log_probs: list[float] = self._call("score", prompt_ids=prompt_ids)

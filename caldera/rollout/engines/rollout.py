@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from caldera.errors import CalderaError, RolloutError
-from caldera.models.loading import exported_weights
 from caldera.rollout.base import (
     Completion,
     OnFinished,
@@ -25,20 +24,19 @@ from caldera.rollout.base import (
     RolloutPart,
     StepwiseRollout,
 )
-from caldera.rollout.engines.files import WeightFiles
 from caldera.rollout.engines.flight import ENDS, Flight
 from caldera.rollout.engines.host.caldera_engine.base import Event, SteppedEngine
 from caldera.rollout.engines.options import check_params, longest, params_as_message
 from caldera.rollout.engines.probe import Probe, probe_module
 from caldera.rollout.engines.process import EngineDied, EngineProcess
 from caldera.rollout.engines.router import StickyRouter
+from caldera.rollout.engines.weights import EngineWeights, ModuleWeights, WeightSource
 
 if TYPE_CHECKING:
     from caldera.config import RolloutConfig
 
 logger = logging.getLogger(__name__)
 
-MEGABYTE = 1 << 20
 RESTARTS_IN_A_ROW = 3
 """How often an engine is started anew before any of its requests has ended."""
 
@@ -46,16 +44,17 @@ RESTARTS_IN_A_ROW = 3
 class EngineRollout(StepwiseRollout):
     """One or more engines with the same weights.
 
-    Weights go over when a step is to be taken, not when they are loaded: `load_weights` keeps them
-    in files, from which an engine that was started anew, or has slept, gets them again. After each
-    such push the engine must agree with the trainer on a probe.
+    Weights go over when a step is to be taken, not when they are loaded, and again to an engine
+    that was started anew, or has slept. After each such push the engine must agree with the trainer
+    on a probe.
     """
 
     samples_from_module = False
 
     def __init__(
         self, name: str, config: RolloutConfig, module: nn.Module, device: torch.device,
-        engines: Sequence[SteppedEngine], dtype: torch.dtype, folder: Path | None = None,
+        engines: Sequence[SteppedEngine], weights: EngineWeights, dtype: torch.dtype,
+        folder: Path | None = None,
     ) -> None:  # fmt: skip
         """`folder` is what the engines were started from; it is removed with them."""
         super().__init__(config, module, device)
@@ -64,13 +63,11 @@ class EngineRollout(StepwiseRollout):
         self._folder = folder
         self._name = name
         self._engines = list(engines)
+        self._weights = weights
         self._dtype = dtype
-        bucket = config.checkpoint_engine.update_weights_bucket_megabytes * MEGABYTE
-        self._files = WeightFiles(dtype, bucket)
         self._probe: Probe | None = None
         self._router = StickyRouter(len(engines))
-        self._stale = set(range(len(engines)))  # engines that lack the newest weights
-        self._unproven: set[int] = set()  # those that have them, and were not asked yet
+        self._unproven: set[int] = set()  # engines with new weights that were not asked yet
         self._deaths = [0] * len(engines)  # in a row
         self._awake, self._told_of_sleep = True, False
         self._numbers, self._engine_numbers = itertools.count(), itertools.count()
@@ -93,24 +90,28 @@ class EngineRollout(StepwiseRollout):
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Keep the weights, which are the engines' before the next token is sampled."""
         self._withdraw()
-        self._files.write(stream)
-        self._probe = None
-        self._stale = set(range(len(self._engines)))
-        self.version = version
+        self._weights.take_stream(stream)
+        self._probe, self.version = None, version
+
+    def update(self, source: WeightSource, version: int) -> None:
+        """The same with what the source has, of which an adapter may go over alone."""
+        self._withdraw()
+        self._weights.take(source)
+        self._probe, self.version = None, version
 
     def expect(self, probe: Probe) -> None:
         """What an engine with the newest weights must say."""
         self._probe = probe
 
     def sleep(self) -> None:
-        """Give back memory, of weights, too: they are in files."""
+        """Give back memory, of weights, too: they come again."""
         if not self._awake:
             return
         self._withdraw()
         slept = [self._sleep(place) for place in range(len(self._engines))]
         self._awake = False
         if all(slept):
-            self._stale = set(range(len(self._engines)))
+            self._weights.lose_all()
         elif not self._told_of_sleep:
             self._told_of_sleep = True
             logger.info("%s cannot sleep on a %s: it keeps its memory", self._name, self.device)
@@ -126,7 +127,7 @@ class EngineRollout(StepwiseRollout):
 
     def close(self) -> None:
         """Remove the files, first, since there may be little time, and end the engines."""
-        self._files.close()
+        self._weights.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         for engine in self._engines:
@@ -150,27 +151,25 @@ class EngineRollout(StepwiseRollout):
 
     def _push(self) -> None:
         """Bring the weights to those that lack them, but for one that dies meanwhile."""
-        if self._files.buckets is None:
+        if self._weights.is_empty:
             self._take_own_weights()
-        assert self._files.buckets is not None, "they were written"
-        for place in sorted(self._stale):
+        for place in sorted(self._weights.lacking):
             try:
-                self._engines[place].load_weights(self._files.buckets, self.version)
+                self._weights.push(place, self._engines[place], self.version)
             except EngineDied as error:
                 self._revive(place, error)
             else:
-                self._stale.discard(place)
                 self._unproven.add(place)
 
     def _take_own_weights(self) -> None:
         """Nobody has brought weights: those of the module are meant."""
-        self._files.write(exported_weights(self.module))
+        self._weights.take(ModuleWeights(self.module))
         with self.sampling_mode():
             self._probe = probe_module(self.module, self.device, longest(self.config))
 
     def _make_ready(self) -> None:
         """The engines have the newest weights, and have shown it."""
-        while self._stale or self._unproven:
+        while self._weights.lacking or self._unproven:
             self._push()
             for place in sorted(self._unproven):
                 try:
@@ -196,7 +195,7 @@ class EngineRollout(StepwiseRollout):
         self._ground(lost)
         engine.start()
         self.restarts += 1
-        self._stale.add(place)
+        self._weights.lose(place)
         logger.warning(
             "%s (engine %d) was started anew: %s; requests that go on: %d, lost: 0",
             self._name, place, error, len(lost),

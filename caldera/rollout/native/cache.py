@@ -24,12 +24,13 @@ class CacheShape:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> CacheShape:
+    def of(cls, config: PretrainedConfig, dtype: torch.dtype, ranks: int = 1) -> CacheShape:
+        """On each of so many ranks that share the heads."""
         text = config.get_text_config()
         heads = text.num_attention_heads
         return cls(
             layers=text.num_hidden_layers,
-            heads=getattr(text, "num_key_value_heads", None) or heads,
+            heads=(getattr(text, "num_key_value_heads", None) or heads) // ranks,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
             dtype=dtype,
         )

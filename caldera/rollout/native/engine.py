@@ -31,6 +31,7 @@ from caldera.rollout.native.attention import to_device
 from caldera.rollout.native.blocks import PAGE_SIZE, BlockManager, IntArray, pages_for
 from caldera.rollout.native.cache import CacheShape, KVCache, affordable_pages
 from caldera.rollout.native.flights import Flight
+from caldera.rollout.native.packed import PackedRunner, can_pack
 from caldera.rollout.native.runner import Runner
 from caldera.rollout.native.running import Running, Sequence
 from caldera.rollout.native.sampler import sample
@@ -57,7 +58,8 @@ class NativeRollout(StepwiseRollout):
     def __init__(self, config: RolloutConfig, module: nn.Module, device: torch.device) -> None:
         super().__init__(config, module, device)
         self._dtype = sampling_dtype(module, config.dtype, device)
-        self._cache_shape = CacheShape.of(base_module(module).config, self._dtype)
+        ranks = config.tensor_model_parallel_size
+        self._cache_shape = CacheShape.of(base_module(module).config, self._dtype, ranks)
         self._in_flight = 0
         """Steps whose tokens need not be known before the next one is begun."""
         if config.native.exact:
@@ -71,6 +73,9 @@ class NativeRollout(StepwiseRollout):
 
     def _make_runner(self) -> Runner:
         config, device = self.config, self.device
+        is_plain = config.enforce_eager or config.native.exact
+        if device.type == "cpu" and not is_plain and can_pack(self.module, self._dtype):
+            return PackedRunner(self.module, device, config.max_num_seqs)
         if device.type != "cuda" or config.enforce_eager:
             return Runner(self.module, device, config.max_num_seqs)
         from caldera.rollout.native.cuda import CudaRunner
@@ -223,7 +228,7 @@ class NativeRollout(StepwiseRollout):
             told = sampled.told()
             self._runner.newest.index_copy_(0, to_device(rows, self.device), sampled.tokens)
             if running.ranked[rows].any():
-                self._note_ranks(rows, sampled.all_log_probs)
+                self._note_ranks(rows, sampled.logits)
         told = self._runner.retell(output.logits, told, parameters)
         numbers = running.number[rows]
         return Flight(step, running.expect(rows), numbers, told)
@@ -250,12 +255,12 @@ class NativeRollout(StepwiseRollout):
         while self._flights:
             self._land(self._flights.popleft())
 
-    def _note_ranks(self, rows: IntArray, log_probs: Tensor) -> None:
-        """Keep the most likely tokens of the rows that ask for them; log_probs (B, V)."""
+    def _note_ranks(self, rows: IntArray, logits: Tensor) -> None:
+        """Keep the most likely tokens of the rows that ask for them; logits (B, V)."""
         wanted = self._running.ranked[rows]
         places = np.flatnonzero(wanted)
-        chosen = log_probs.index_select(0, torch.from_numpy(places).to(log_probs.device))
-        top = chosen.topk(min(int(wanted.max()), log_probs.shape[-1]))
+        chosen = logits.index_select(0, torch.from_numpy(places).to(logits.device))
+        top = chosen.log_softmax(-1).topk(min(int(wanted.max()), logits.shape[-1]))
         for place, values, tokens in zip(
             places.tolist(), top.values.tolist(), top.indices.tolist(), strict=True
         ):

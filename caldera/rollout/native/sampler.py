@@ -9,9 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
+from caldera.models.exact_mode import in_exactness
 from caldera.rollout.native.blocks import IntArray
 
+STRETCH = 512
+"""Tokens whose probabilities are added up at a time."""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -50,7 +54,7 @@ class Penalties:
 class Sampled(NamedTuple):
     tokens: Tensor  # (B,)
     log_probs: Tensor  # (B,)
-    all_log_probs: Tensor  # (B, V)
+    logits: Tensor  # (B, V) whose log-probs these are
 
     def told(self) -> Tensor:
         """Tokens as int32 and log-probs as float32 in the same bits, (2, B)."""
@@ -86,7 +90,7 @@ def sample(
     greedy = rows.temperature == 0
     if greedy.all():
         tokens = logits.argmax(-1)
-        return _told(tokens, (plain if raw_log_probs else logits).log_softmax(-1))
+        return _told(tokens, plain if raw_log_probs else logits)
     scaled = _scale(logits, np.where(greedy, 1.0, rows.temperature).astype(np.float32))
     scaled = _filter(
         scaled,
@@ -94,13 +98,15 @@ def sample(
         np.where(greedy, 1.0, rows.top_p),
         np.where(greedy, 0.0, rows.min_p),
     )
-    log_probs = scaled.log_softmax(-1)
-    tokens = _draw(log_probs.exp(), uniforms(rows.seed, rows.generated))
+    largest = scaled.amax(-1, keepdim=True)
+    weights = scaled - largest
+    weights = weights.exp() if in_exactness() else weights.exp_()
+    tokens, total = _draw(weights, uniforms(rows.seed, rows.generated))
     if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy).to(logits.device), logits.argmax(-1), tokens)
-    if raw_log_probs and scaled is not plain:
-        log_probs = plain.log_softmax(-1)
-    return _told(tokens, log_probs)
+    if raw_log_probs or in_exactness():
+        return _told(tokens, plain if raw_log_probs else scaled)
+    return _told(tokens, scaled, total.log().to(scaled.dtype) + largest.squeeze(-1))
 
 
 def penalise(logits: Tensor, penalties: Penalties) -> Tensor:
@@ -127,8 +133,11 @@ def penalise(logits: Tensor, penalties: Penalties) -> Tensor:
     return logits.index_copy(0, rows, chosen)
 
 
-def _told(tokens: Tensor, log_probs: Tensor) -> Sampled:
-    return Sampled(tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1), log_probs)
+def _told(tokens: Tensor, logits: Tensor, normaliser: Tensor | None = None) -> Sampled:
+    """`normaliser` (B,): the logarithm of the sum of the logits' exponentials, if it is known."""
+    said = logits.gather(-1, tokens[:, None]).squeeze(-1)
+    normaliser = logits.logsumexp(-1) if normaliser is None else normaliser
+    return Sampled(tokens, said - normaliser, logits)
 
 
 def _scale(logits: Tensor, temperature: NDArray[np.float32]) -> Tensor:
@@ -175,11 +184,26 @@ def _filter_rows(logits: Tensor, top_k: IntArray, top_p: NDArray[np.float64]) ->
     return logits.masked_fill(logits < values.gather(-1, last), float("-inf"))
 
 
-def _draw(probs: Tensor, uniform: NDArray[np.float64]) -> Tensor:
-    """The first token whose cumulated probability (float64) exceeds uniform x total."""
-    cumulated = probs.cumsum(-1, dtype=torch.float64)  # (B, V)
-    total = cumulated[:, -1:]
-    target = torch.from_numpy(uniform).to(probs.device)[:, None] * total
-    tokens = torch.searchsorted(cumulated, target, right=True)
-    last = torch.searchsorted(cumulated, total.contiguous())  # the last that adds probability
-    return torch.minimum(tokens, last).squeeze(-1)
+def _draw(weights: Tensor, uniform: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
+    """The first token whose cumulated weight exceeds uniform x total, and the total, (B,) each.
+
+    weights (B, V). First the stretch of tokens is found by the sums of all, cumulated in float64,
+    then the token in it.
+    """
+    if missing := -weights.shape[-1] % STRETCH:
+        weights = F.pad(weights, (0, missing))
+    stretches = weights.unflatten(-1, (-1, STRETCH))
+    cumulated = stretches.sum(-1).cumsum(-1, dtype=torch.float64)  # (B, stretches)
+    total = cumulated[:, -1]
+    target = torch.from_numpy(uniform).to(weights.device)[:, None] * total[:, None]
+    chosen = _first_beyond(cumulated, target)  # (B, 1)
+    rows = torch.arange(len(weights), device=weights.device)
+    before = F.pad(cumulated, (1, 0)).gather(-1, chosen)
+    inside = before + stretches[rows, chosen.squeeze(-1)].cumsum(-1, dtype=torch.float64)
+    return (chosen * STRETCH + _first_beyond(inside, target)).squeeze(-1), total
+
+
+def _first_beyond(cumulated: Tensor, target: Tensor) -> Tensor:
+    """Where each row (B, n) first exceeds its target (B, 1), or the last place that adds to it."""
+    places = torch.searchsorted(cumulated, target, right=True)
+    return torch.minimum(places, torch.searchsorted(cumulated, cumulated[:, -1:].contiguous()))

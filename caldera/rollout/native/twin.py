@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -11,7 +12,8 @@ from torch.nn import functional as F
 
 from caldera.models.forward import decoder_layers
 
-STACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+GATED = ("gate_proj", "up_proj")
+STACKS = (("q_proj", "k_proj", "v_proj"), GATED)
 """Layers that multiply the same input."""
 
 
@@ -67,25 +69,38 @@ class Twin:
 
 
 def _stack(container: nn.Module, names: tuple[str, ...]) -> list[nn.Parameter]:
-    """Replace the layers of these names by parts of one; returns their parameters.
+    """Replace the layers of these names by parts of one; returns their parameters."""
+    linears = stackable(container, names)
+    if not linears:
+        return []
+    weights = [cast(nn.Parameter, linear.weight) for linear in linears]
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    weight = _joined(weights)
+    bias = _joined(biases) if biases else None
+    sizes = [linear.out_features for linear in linears]
+    put_joint(container, names, _Product(weight, bias), sizes)
+    return [*weights, *biases]
 
-    Without such plain layers, as where they have adapters, nothing is done.
-    """
+
+def stackable(container: nn.Module, names: tuple[str, ...]) -> list[nn.Linear]:
+    """The layers of these names; none if they are not all there and plain, as with adapters."""
     layers = [container._modules.get(name) for name in names]
     if not all(type(layer) is nn.Linear for layer in layers):
         return []
     linears = cast(list[nn.Linear], layers)
-    biases = [cast(nn.Parameter | None, linear.bias) for linear in linears]
-    if len({bias is None for bias in biases}) > 1:
-        return []
-    sizes = [linear.out_features for linear in linears]
-    weights = [cast(nn.Parameter, linear.weight) for linear in linears]
-    weight = _joined(weights)
-    present = [bias for bias in biases if bias is not None]
-    joint = _Joint(weight, _joined(present) if present else None, sizes)
+    return linears if len({linear.bias is None for linear in linears}) == 1 else []
+
+
+def put_joint(
+    container: nn.Module,
+    names: tuple[str, ...],
+    multiply: Callable[[Tensor], Tensor],
+    sizes: list[int],
+) -> None:
+    """Let the layers of these names be parts of one that multiplies so."""
+    joint = _Joint(multiply, sizes)
     for index, name in enumerate(names):
         setattr(container, name, _Part(joint, index))
-    return [*weights, *present]
 
 
 def _joined(parameters: list[nn.Parameter]) -> Tensor:
@@ -96,19 +111,29 @@ def _joined(parameters: list[nn.Parameter]) -> Tensor:
     return whole
 
 
+class _Product:
+    """By a weight (N, K), with a bias (N,) if there is one."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return F.linear(values, self._weight, self._bias)
+
+
 class _Joint:
     """What some layers that multiply the same input compute together, when the first is asked."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: list[int]) -> None:
-        self._weight = weight
-        self._bias = bias
+    def __init__(self, multiply: Callable[[Tensor], Tensor], sizes: list[int]) -> None:
+        self._multiply = multiply
         self._sizes = sizes
         self._pieces: tuple[Tensor, ...] | None = None
         self._left = 0
 
     def take(self, values: Tensor, index: int) -> Tensor:
         if self._pieces is None:
-            self._pieces = F.linear(values, self._weight, self._bias).split(self._sizes, dim=-1)
+            self._pieces = self._multiply(values).split(self._sizes, dim=-1)
             self._left = len(self._sizes)
         piece = self._pieces[index]
         self._left -= 1

@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--engine-python", type=Path, metavar="PYTHON",
-        help="look for vLLM and SGLang in this interpreter, and miss them there",
+        help="look for vLLM and SGLang in this interpreter; one that is not there is a finding",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     return parser

@@ -28,6 +28,8 @@ FREE = {
     "data.path",  # its content counts
     "data.output_path",
     "rollout.url",
+    "rollout.remote.url",
+    "rollout.engine_python",
     "rollout.gpu_memory_utilization",
     "rollout.max_num_batched_tokens",
 }
@@ -120,8 +122,8 @@ class Parts:
 def manifest_of(config: GenerationConfig, questions: Questions) -> dict[str, Any]:
     """Whatever decides which answers are sampled."""
     free = set(FREE)
-    if config.rollout.name == "native" or config.rollout.url is not None:
-        free.add("rollout.max_num_seqs")  # others may draw the sequences of a batch together
+    if config.rollout.name != "hf":
+        free.add("rollout.max_num_seqs")  # hf draws the sequences of a batch together
     keys = {key: value for key, _, value in walk(config) if key not in free}
     fixed = {key: value for key, value in keys.items() if not key.startswith(FREE_GROUPS)}
     return {**masked_values(fixed), INPUT: questions.fingerprint}

@@ -4,11 +4,11 @@ equivalent."""
 from __future__ import annotations
 
 import argparse
+import os
 import re
-import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from caldera.config import load_config
+from caldera.config.loader import CONFIG_DIR, ENGINE_GROUP, read_override
 from caldera.errors import ConfigError
 from caldera.tracking.console import print_line
 from caldera.trainer.dpo_trainer import DPO
@@ -24,6 +25,7 @@ from caldera.trainer.fsdp_sft_trainer import CLASSIC
 from caldera.trainer.main_eval import EVALUATE, load_evaluation
 from caldera.trainer.main_generation import GENERATE, load_generation
 from caldera.trainer.main_ppo import TRAIN
+from caldera.trainer.migration.expansions import plain, quoted
 from caldera.trainer.migration.script import Launch, Script
 from caldera.trainer.migration.study import Load, Study, study
 from caldera.trainer.rm_trainer import REWARD_MODEL
@@ -34,7 +36,8 @@ SOMETHING_REFUSED = 1
 HELP = """\
 Read a launch script of verl's, and tell what becomes of it here: which keys have
 another name, which are refused, which defaults differ, and a short command that
-does the same. Nothing is run. The exit status is 1 if something is refused.
+does the same. Nothing is run. The exit status is 1 if something is refused, or
+is still to settle.
 
   caldera migrate run_grpo.sh
   caldera migrate run_grpo.sh --output my_run.yaml
@@ -61,6 +64,7 @@ TARGETS = {
     "main_ppo_v0": Target("train", "main_ppo", TRAIN, load_config),
     "main_dapo": Target("train", "main_ppo", TRAIN, load_config),
     "main_generation": Target("generate", "main_generation", GENERATE, load_generation),
+    "main_generation_server": Target("", "main_generation_server", None, None),
     "main_eval": Target("eval", "main_eval", EVALUATE, load_evaluation),
     "fsdp_sft_trainer": _supervised("sft", "fsdp_sft_trainer", CLASSIC),
     "sft_trainer": _supervised("", "sft_trainer", CONVERSATIONS),
@@ -69,6 +73,8 @@ TARGETS = {
     "dpo_trainer": _supervised("dpo", "dpo_trainer", DPO),
     "model_merger": Target("merge", "model_merger", None, None),
 }
+FOLDER = re.compile(r"\$\(pwd\)|`pwd`|\$PWD\b|\$\{PWD\}")
+HOME = re.compile(r"^(\$HOME\b|\$\{HOME\})")
 MODULE = re.compile(r"(?:(?:verl|recipe|caldera)[./](?:[\w]+[./])*|(?:.*/)?)(\w+)(?:\.py)?")
 
 
@@ -103,7 +109,7 @@ def migrate(path: Path, output: Path | None = None) -> int:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    script = Script(text)
+    script = Script(text, str(path))
     found = [(launch, place) for launch in script.launches if (place := _entry(launch.words))]
     if not found:
         known = ", ".join(sorted(TARGETS))
@@ -142,23 +148,37 @@ def _tell(path: Path, launch: Launch, place: int, output: Path | None) -> bool:
     arguments = launch.words[place + 1 :]
     print_line(f"{path}:{launch.line}: {launch.words[place]}, {len(arguments)} arguments")
     start = _start(launch.words[:place], target)
-    exports = [f"export {name}={_quoted(value)}" for name, value in launch.environment.items()]
+    before = [f"{name}={value}" for name, value in launch.settings.items()]
+    before += [f"export {name}={quoted(value)}" for name, value in launch.environment.items()]
     if target.command is None or target.load is None:
-        _section("The same here", [*exports, " ".join([start, *map(_quoted, arguments)])])
+        _section("The same here", [*before, " ".join([start, *map(quoted, arguments)])])
         return True
     asked = target.command.read(arguments)
-    found = study(asked, target.command.schema, target.load)
+    readable, missing = _with_its_file(asked, target.command)
+    found = study(readable, target.command.schema, target.load)
     _section("Renamed", found.renamed)
     _section("Refused, and left out below", found.refused)
     _section("Left out below, since the defaults say the same", found.needless)
     _section("Defaults that differ", found.defaults)
-    _section("Still to settle", [found.unsettled] if found.unsettled else [])
+    unsettled = [text for text in (missing, found.unsettled) if text]
+    _section("Still to settle", unsettled)
     keys = found.kept
     if output is not None:
-        keys = [key for key in found.kept if key in found.of_shell]
+        keys = [key for key in found.kept if not _fits_a_file(key, found)]
         _write_yaml(output, asked, found)
-    _section("The same here", [*exports, *_command(start, asked, target.command, keys, output)])
-    return not found.refused and found.unsettled is None
+    _section("The same here", [*before, *_command(start, asked, target.command, keys, output)])
+    return not found.refused and not unsettled
+
+
+def _with_its_file(asked: Asked, command: ConfigCommand[Any]) -> tuple[Asked, str | None]:
+    """The same with a config file that can be read here, and what is said where there is none."""
+    folder = FOLDER.sub(lambda _: os.getcwd(), asked.config_path or str(CONFIG_DIR))
+    folder = os.path.expanduser(HOME.sub("~", folder))
+    if Path(folder, f"{asked.config_name}.yaml").is_file():
+        return replace(asked, config_path=asked.config_path and folder), None
+    told = f"--config-name={asked.config_name}: there is no such file in {plain(folder)}; "
+    told += f"the keys were read as if it were {command.config_name}.yaml"
+    return replace(asked, config_path=None, config_name=command.config_name), told
 
 
 def _start(launcher: Sequence[str], target: Target) -> str:
@@ -166,8 +186,8 @@ def _start(launcher: Sequence[str], target: Target) -> str:
     before = list(launcher[:-1] if launcher[-1] == "-m" else launcher)
     is_python = bool(before) and re.fullmatch(r"(.*/)?python[\d.]*", before[-1]) is not None
     if is_python and target.name:
-        return " ".join([*map(_quoted, before[:-1]), "caldera", target.name])
-    return " ".join([*map(_quoted, before), "-m", f"caldera.trainer.{target.module}"])
+        return " ".join([*map(quoted, before[:-1]), "caldera", target.name])
+    return " ".join([*map(quoted, before), "-m", f"caldera.trainer.{target.module}"])
 
 
 def _command(
@@ -182,7 +202,7 @@ def _command(
             options.append(f"--config-path={asked.config_path}")
         if asked.config_name != command.config_name:
             options.append(f"--config-name={asked.config_name}")
-    lines = [start, *(f"  {_quoted(text)}" for text in (*options, *keys))]
+    lines = [start, *(f"  {quoted(text)}" for text in (*options, *keys))]
     return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
 
@@ -192,18 +212,19 @@ def _write_yaml(output: Path, asked: Asked, found: Study) -> None:
             f"--output={str(output)!r}: the script has a config of its own in "
             f"--config-path={asked.config_path}; add the keys below to that"
         )
-    keys = [text for text in found.kept if text not in found.of_shell]
-    tree = OmegaConf.to_container(OmegaConf.from_dotlist(keys))
-    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True) if keys else ""
+    tree: Any = OmegaConf.create()
+    for key in found.kept:
+        if _fits_a_file(key, found):
+            OmegaConf.update(tree, *read_override(plain(key)), force_add=True)
+    text = yaml.safe_dump(OmegaConf.to_container(tree), sort_keys=False, allow_unicode=True)
+    text = text if tree else ""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(f"defaults:\n  - {asked.config_name}\n  - _self_\n\n{text}", encoding="utf-8")
 
 
-def _quoted(text: str) -> str:
-    """For a shell; what only a shell knows is left to it."""
-    if "$" not in text:
-        return shlex.quote(text)
-    return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
+def _fits_a_file(key: str, found: Study) -> bool:
+    """Others stay on the command line: what a shell expands, and what chooses files."""
+    return key not in found.of_shell and not key.startswith(f"{ENGINE_GROUP}=")
 
 
 def _section(title: str, lines: Iterable[str]) -> None:

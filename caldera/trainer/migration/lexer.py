@@ -77,10 +77,10 @@ class Lexer:
             elif rest[0] in " \t\n;|()" or (rest[0] == "&" and self.text[self.place - 1] != ">"):
                 break
             else:
-                self.place = self._after_piece(self.place)
+                self.place = self.after_piece(self.place)
         return self.text[start : self.place]
 
-    def _after_piece(self, place: int) -> int:
+    def after_piece(self, place: int) -> int:
         """The place after a quoted text, an expansion or a character."""
         rest = self.text[place:]
         if rest[0] == "\\":
@@ -98,7 +98,7 @@ class Lexer:
         """The place after a closing mark, what is nested before it skipped."""
         while place < len(self.text) and not self.text.startswith(closing, place):
             in_quotes = closing == '"' and self.text[place] == "'"
-            place = place + 1 if in_quotes else self._after_piece(place)
+            place = place + 1 if in_quotes else self.after_piece(place)
         return min(place + len(closing), len(self.text))
 
     def _found(self, mark: str, place: int) -> int:

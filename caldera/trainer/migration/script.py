@@ -5,9 +5,18 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from caldera.trainer.migration.expansions import (
+    VARIABLE,
+    after_expansion,
+    is_of_shell,
+    literal,
+    names_in,
+    plain,
+    quoted,
+)
 from caldera.trainer.migration.lexer import Lexer
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
@@ -16,11 +25,17 @@ CONTROL = {
     "time", "!", "nohup", "exec", "sudo",
 }  # fmt: skip
 BRANCHES = {"if", "for", "while", "until", "case"}
+CONDITIONS = "the script has branches or loops: each was read once, in order"
 DECLARATIONS = {"export", "declare", "local", "readonly", "typeset"}
 REDIRECTION = re.compile(r"\d*(&?>>?|<)(.*)", re.DOTALL)
-VARIABLE = re.compile(r"\$(\w+|[@*#?])")
+TESTS = {"[", "[[", "test"}
 BRACED = re.compile(r"\$\{(\w+)(?::?([-=])(.*))?\}", re.DOTALL)
 ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
+TILDE = re.compile(r"((?:[A-Za-z_]\w*=)?)~(?=/|$)")
+ITSELF = re.compile(
+    r"\$BASH_SOURCE\b|\$\{BASH_SOURCE(\[0\])?\}|(?<=dirname \")\$0|(?<=dirname )\$0"
+)
+"""How a script finds the folder that it lies in."""
 ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.Div: lambda a, b: int(a / b), ast.Mod: operator.mod, ast.Pow: operator.pow,
@@ -35,6 +50,9 @@ class Launch:
     words: list[str]
     environment: dict[str, str]
     """What stands before it, and what was exported."""
+    settings: dict[str, str]
+    """Variables of the script that are needed for what is left to the shell, as a shell sets
+    them."""
 
 
 @dataclass
@@ -43,6 +61,8 @@ class Script:
     written, such as `$HOME` or `$(pwd)`."""
 
     text: str
+    path: str = "$0"
+    """Where it lies."""
     launches: list[Launch] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What may be otherwise in bash."""
@@ -63,8 +83,14 @@ class Script:
     def _take(self, line: int, words: list[str]) -> None:
         while words and words[0] in CONTROL:
             if words[0] in BRANCHES:
-                self._note("the script has branches or loops: each was read once, in order")
+                self._note(CONDITIONS)
             words = words[1:]
+        if words and words[0] in TESTS:
+            self._note(CONDITIONS)
+        if words and words[0] == "unset":
+            for name in words[1:]:
+                self.variables.pop(name, None)
+                self.exported.discard(name)
         declares = bool(words) and words[0] in DECLARATIONS
         exports = declares and words[0] == "export"
         words = words[1:] if declares else words
@@ -79,7 +105,25 @@ class Script:
         expanded = [text for word in self._without_redirections(words[assigned:]) for text in
                     self._fields(word)]  # fmt: skip
         environment = {name: self.variables[name] for name in sorted(self.exported)} | own
-        self.launches.append(Launch(line, expanded, environment))
+        settings = self._settings([*expanded, *environment.values()])
+        self.launches.append(Launch(line, expanded, environment, settings))
+
+    def _settings(
+        self, texts: Iterable[str], asked: frozenset[str] = frozenset()
+    ) -> dict[str, str]:
+        """What the texts need, and before it what that needs; `asked` is what needs them."""
+        found: dict[str, str] = {}
+        for name in (name for text in texts for name in names_in(text)):
+            if name in found or name in asked:
+                continue
+            if name in self.arrays:
+                items = self.arrays[name]
+                found |= self._settings(items, asked | {name})
+                found[name] = f"({' '.join(map(quoted, items))})"
+            elif name in self.variables:
+                found |= self._settings([self.variables[name]], asked | {name})
+                found[name] = quoted(self.variables[name])
+        return found
 
     def _without_redirections(self, words: list[str]) -> list[str]:
         kept: list[str] = []
@@ -125,42 +169,56 @@ class Script:
         if word.strip('"') in ("$@", "$*", "${@}", "${@:1}"):
             self._note(f"{word}: the script's own arguments come here")
             return []
-        text = self._expanded(word)
-        return text.split() if VARIABLE.fullmatch(word) else [text]
+        fields: list[str] = []
+        field: str | None = None
+        for text, splits in self._pieces(word):
+            first, *more = re.split(r"\s+", text) if splits else [text]
+            if first or not splits:
+                field = (field or "") + first
+            for part in more:
+                fields += [] if field is None else [field]
+                field = part or None
+        return fields if field is None else [*fields, field]
 
     def _expanded(self, raw: str) -> str:
         """A word without its quotes, with the values of its variables."""
-        out, place, in_double = "", 0, False
+        return "".join(text for text, _ in self._pieces(raw))
+
+    def _pieces(self, raw: str) -> Iterator[tuple[str, bool]]:
+        """The parts of a word without their quotes, and whether a shell splits each at spaces."""
+        place, in_double = 0, False
+        if tilde := TILDE.match(raw):
+            yield f"{tilde[1]}{self._variable('$HOME')}", False
+            place = tilde.end()
         while place < len(raw):
             character = raw[place]
             if character == '"':
                 in_double = not in_double
                 place += 1
+                yield "", False
             elif character == "'" and not in_double:
                 end = raw.find("'", place + 1)
-                out += raw[place + 1 : end]
+                yield literal(raw[place + 1 : end]), False
                 place = end + 1
             elif character == "\\" and (not in_double or raw[place + 1 : place + 2] in '"\\$`\n'):
-                out += raw[place + 1 : place + 2].strip("\n")
+                yield literal(raw[place + 1 : place + 2].strip("\n")), False
                 place += 2
             elif character in "$`":
-                end = Lexer(raw)._after_piece(place)
-                name = VARIABLE.match(raw, place)
-                end = name.end() if name else end
-                out += self._variable(raw[place:end])
+                end = after_expansion(raw, place)
+                value = self._variable(raw[place:end])
+                yield value, not in_double and not is_of_shell(value)
                 place = end
             else:
-                out += character
+                yield character, False
                 place += 1
-        return out
 
     def _variable(self, written: str) -> str:
         """What an expansion stands for; itself where the script does not tell."""
         if written.startswith("$(("):
             return self._computed(written)
         braced = BRACED.fullmatch(written)
-        plain = VARIABLE.fullmatch(written)
-        name = braced[1] if braced else plain[1] if plain else None
+        bare = VARIABLE.fullmatch(written)
+        name = braced[1] if braced else bare[1] if bare else None
         if name in self.variables:
             return self.variables[name]
         if braced and braced[2]:
@@ -169,21 +227,27 @@ class Script:
                 self.variables[braced[1]] = value
             self._note(f"{written}: {value or 'nothing'} was taken, its default")
             return value
-        self._note(f"{written}: only the shell knows its value")
+        return self._left(ITSELF.sub(lambda _: self.path, written))
+
+    def _left(self, written: str) -> str:
+        """An expansion that is left to the shell."""
+        if is_of_shell(written):
+            self._note(f"{written}: only the shell knows its value")
         return written
 
     def _computed(self, written: str) -> str:
+        if is_of_shell(re.sub(r"\$(?=[\w{])", "", written[3:])):  # a command is part of it
+            return self._left(written)
         names = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", r"${\1}", written[3:-2])
         expression = self._expanded(names)
         try:
             return str(_number(ast.parse(expression.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError):
-            self._note(f"{written}: only the shell knows its value")
-            return written
+            return self._left(f"$(({expression}))")
 
     def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
+        if plain(text) not in self.notes:
+            self.notes.append(plain(text))
 
 
 def _number(node: ast.expr) -> int:

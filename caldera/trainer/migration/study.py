@@ -15,6 +15,7 @@ from caldera.config.ppo import PPOTrainerConfig
 from caldera.config.sft import SFTTrainerConfig
 from caldera.errors import CalderaError, UnsupportedError
 from caldera.trainer.entry import Asked
+from caldera.trainer.migration.expansions import is_of_shell, plain, stand_in
 
 Load = Callable[[Sequence[str], str, str | None], Any]
 
@@ -72,14 +73,14 @@ def _checked(asked: Asked, schema: type, found: Study) -> list[str]:
     except CalderaError:  # of one of them; now to find which, and whether there are more
         unfit = _unfit(taken, asked, schema)
     checked: list[str] = []
-    for text, stand_in in zip(asked.overrides, taken, strict=True):
-        key, place = text.partition("=")[0].lstrip("+"), stand_in.partition("=")[0]
-        of_shell = "$" in text
-        if stand_in in unfit and not of_shell:
-            found.refused.append(unfit[stand_in])
+    for text, known in zip(asked.overrides, taken, strict=True):
+        key, place = text.partition("=")[0].lstrip("+"), known.partition("=")[0]
+        of_shell = is_of_shell(text)
+        if known in unfit and not of_shell:
+            found.refused.append(unfit[known])
             continue
-        if stand_in not in unfit:
-            checked.append(stand_in)
+        if known not in unfit:
+            checked.append(known)
         if place != key:
             found.renamed.append(f"{key} -> {place}")
         found.kept.append(f"{place}={text.partition('=')[2]}")
@@ -101,7 +102,7 @@ def _unfit(taken: Sequence[str], asked: Asked, schema: type) -> dict[str, str]:
 
 def _stand_in(text: str, schema: type) -> str:
     given, equals, value = text.partition("=")
-    return f"{_place(given.lstrip('+'), schema)}{equals}{value.replace('$', '_')}"
+    return f"{_place(given.lstrip('+'), schema)}{equals}{stand_in(value)}"
 
 
 def _named_in(message: str, checked: Sequence[str]) -> str | None:
@@ -141,9 +142,10 @@ def _drop_needless(asked: Asked, schema: type, found: Study, checked: list[str])
         key = text.partition("=")[0]
         is_usual = key in usual and whole[key] == usual[key]
         without = [other for other in left if other is not text]
-        if text in found.kept and (is_usual or key in follows) and resolved(without) == whole:
+        kept = next((one for one in found.kept if plain(one) == text), None)
+        if kept and (is_usual or key in follows) and resolved(without) == whole:
             left = without
-            found.kept.remove(text)
+            found.kept.remove(kept)
             found.needless.append(text)
 
 

@@ -15,6 +15,7 @@ from caldera.config import (
 from caldera.config.strategies import roles
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.models.loading import DTYPES, shape_of_classifier, shape_of_policy
+from caldera.rollout.native.sharding import check_sizes
 from caldera.trainer.planning.batches import (
     StepBatches,
     forward_cut,
@@ -143,8 +144,9 @@ def _check_planned(config: PPOTrainerConfig) -> None:
 def _held_roles(config: PPOTrainerConfig, ranks: int) -> dict[str, Held]:
     """The models that a rank of the trainer holds."""
     parts = config.actor_rollout_ref
-    shape = ModelShape.of(shape_of_policy(parts.model, "actor_rollout_ref.model"))
-    actor = parts.actor
+    policy = shape_of_policy(parts.model, "actor_rollout_ref.model")
+    check_sizes(policy, parts.rollout.tensor_model_parallel_size)
+    shape, actor = ModelShape.of(policy), parts.actor
     found = {"actor": _trained(shape, actor, actor.fsdp_config, parts.model, ranks)}
     if needs_reference(config) and not parts.model.has_adapter:
         ref, memory = parts.ref, parts.ref.fsdp_config
@@ -201,17 +203,20 @@ def _sampler(config: PPOTrainerConfig, shape: ModelShape, batches: StepBatches) 
     dtype = DTYPES[str(rollout.dtype)]
     is_sharded = _shards(parts.actor.strategy, parts.actor.fsdp_config, batches.ranks) > 1
     longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    ranks = rollout.tensor_model_parallel_size
+    has_own = is_sharded or ranks > 1 or dtype != DTYPES[parts.actor.fsdp_config.model_dtype]
     return Sampler(
         shape=shape,
         sample_bytes=dtype.itemsize,
-        copies_weights=is_sharded or dtype != DTYPES[parts.actor.fsdp_config.model_dtype],
-        samples=batches.samples_a_rank,
+        copies_weights=has_own,
+        samples=batches.samples_a_rank * ranks,
         prompt_tokens=rollout.prompt_length,
         response_tokens=min(rollout.response_length, longest - rollout.prompt_length),
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         filters=rollout.top_k > 0 or rollout.top_p < 1,
         pages=rollout.kv_cache_blocks,
+        ranks=ranks,
     )
 
 

@@ -23,11 +23,14 @@ def show(plan: Plan, device: str) -> None:
 
 
 def _show_batches(plan: Plan) -> None:
-    step = plan.batches
+    step, sharers = plan.batches, plan.sampler.ranks
+    samplers = _count(step.ranks, "rank")
+    if sharers > 1:
+        samplers = f"{_count(step.ranks // sharers, 'group')} of {sharers} ranks"
     print_line("One step")
     print_line(
         f"  {step.prompts:,} prompts x {step.n} answers = {step.samples:,} samples; "
-        f"{step.samples_a_rank:,} are sampled by each of {_count(step.ranks, 'rank')}"
+        f"{plan.sampler.samples:,} are sampled by each of {samplers}"
     )
     print_line(f"  log-probs: {_cut_in_words(step.log_prob)}")
     each = step.update.rows * step.copies
@@ -77,7 +80,7 @@ def _show_memory(plan: Plan) -> None:
 
 def _show_verdict(plan: Plan, device: str) -> None:
     largest, has = plan.largest, plan.device_bytes / GIB
-    wanted = min(plan.batches.samples_a_rank, plan.sampler.max_num_seqs)
+    wanted = min(plan.sampler.samples, plan.sampler.max_num_seqs)
     if plan.cached_sequences < wanted:
         print_line(
             f"The key/value cache has room for {plan.cached_sequences} samples at their longest, "

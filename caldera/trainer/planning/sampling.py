@@ -24,7 +24,7 @@ class Sampler:
     copies_weights: bool
     """Whether it has weights of its own beside the trainer's."""
     samples: int
-    """Those that a rank is asked for at once."""
+    """Those that a rank, or the ranks that sample together, are asked for at once."""
     prompt_tokens: int
     response_tokens: int
     max_num_seqs: int
@@ -32,14 +32,23 @@ class Sampler:
     filters: bool = False
     pages: int | None = None
     """rollout.kv_cache_blocks."""
+    ranks: int = 1
+    """Those that sample together: each has its part of the layers' matrices and of the cache."""
 
     @property
     def weights(self) -> int:
-        return self.shape.parameters * self.sample_bytes if self.copies_weights else 0
+        if not self.copies_weights:
+            return 0
+        shared = self.shape.matrices // self.ranks
+        return (self.shape.parameters - self.shape.matrices + shared) * self.sample_bytes
 
     @property
     def page_bytes(self) -> int:
-        return 2 * self.shape.layers * PAGE_SIZE * self.shape.kv_width * self.sample_bytes
+        return 2 * self.shape.layers * PAGE_SIZE * self._kv_width * self.sample_bytes
+
+    @property
+    def _kv_width(self) -> int:
+        return self.shape.kv_width // self.ranks
 
     @property
     def sequence_pages(self) -> int:
@@ -55,10 +64,10 @@ class Sampler:
         """What one forward pass and the drawing of tokens need besides weights and cache."""
         shape, rows = self.shape, min(self.samples, self.max_num_seqs)
         drawn = rows * shape.vocabulary * (FILTERING if self.filters else DRAWING)
-        gathered = 2 * rows * (self.prompt_tokens + self.response_tokens) * shape.kv_width
+        gathered = 2 * rows * (self.prompt_tokens + self.response_tokens) * self._kv_width
         prefilled = min(max(self.max_num_batched_tokens, self.prompt_tokens),
                         self.samples * self.prompt_tokens)  # fmt: skip
-        widths = 4 * shape.inner * self.sample_bytes + 3 * FLOAT32 * shape.hidden
+        widths = 4 * shape.inner // self.ranks * self.sample_bytes + 3 * FLOAT32 * shape.hidden
         return max(drawn, gathered * self.sample_bytes, prefilled * widths)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 import caldera.search_agent.loop
@@ -17,6 +18,7 @@ from caldera.agent_loop.loading import find_loop, loop_class, read_loops
 from caldera.agent_loop.manager import AgentLoops, run_in_background
 from caldera.config import DataConfig, PPOTrainerConfig
 from caldera.config.rollout import MultiTurnConfig
+from caldera.data import RLHFDataset
 from caldera.data.turns import Appending, TurnAppender
 from caldera.errors import ConfigError
 from caldera.interactions.loading import load_interactions
@@ -96,9 +98,14 @@ def _has_tools(multi_turn: MultiTurnConfig) -> bool:
 
 
 def _agent_names(dataset: Any) -> set[str]:
-    """The loops that rows ask for. Only a data set of our own can tell."""
+    """The loops that rows ask for. A data set of the user's own may choose them itself, and only
+    its first row is looked at."""
     values = getattr(dataset, "column_values", None)
-    return set() if values is None else {str(name) for name in values("agent_name") if name}
+    names = [] if values is None else list(values("agent_name"))
+    is_own = isinstance(dataset, Dataset) and type(dataset) is not RLHFDataset
+    if is_own and len(cast(Sized, dataset)):
+        names.append(dataset[0].get("agent_name"))
+    return {str(name) for name in names if name}
 
 
 def _check_use(

@@ -11,6 +11,7 @@ ENTRY_POINTS = {
     "verl.trainer.main_ppo": "caldera.trainer.main_ppo:main",
     "verl.trainer.main_ppo_v0": "caldera.trainer.main_ppo:main",
     "verl.trainer.main_generation": "caldera.trainer.main_generation:main",
+    "verl.trainer.main_generation_server": "caldera.trainer.main_generation_server:main",
     "verl.trainer.main_eval": "caldera.trainer.main_eval:main",
     "verl.trainer.fsdp_sft_trainer": "caldera.trainer.fsdp_sft_trainer:CLASSIC.main",
     "verl.trainer.sft_trainer": "caldera.trainer.sft_trainer:CONVERSATIONS.main",
@@ -58,7 +59,8 @@ CORE = {
     "verl.single_controller.base.worker": _same("caldera.single_controller", "Worker"),
     "verl.single_controller.base.worker_group": _OF_BASE,
     "verl.single_controller.base.decorator": _same("caldera.single_controller", *_DISPATCH),
-    "verl.single_controller.ray": _OF_RAY,
+    "verl.single_controller.ray": _OF_RAY
+    | _same("caldera.single_controller", "ResourcePoolManager"),
     "verl.single_controller.ray.base": _OF_RAY,
     "verl.trainer.ppo.core_algos": {ALL_OF: "caldera.core_algos"},
     "verl.trainer.ppo.ray_trainer": {
@@ -177,6 +179,7 @@ ENTRIES = {
     | _same("caldera.trainer.ppo.setup", "TaskRunner"),
     "verl.trainer.main_ppo_v0": _same("caldera.trainer.main_ppo", "main", "run_ppo"),
     "verl.trainer.main_generation": _same("caldera.trainer.main_generation", "main"),
+    "verl.trainer.main_generation_server": _same("caldera.trainer.main_generation_server", "main"),
     "verl.trainer.main_eval": _same("caldera.trainer.main_eval", "main"),
     "verl.trainer.fsdp_sft_trainer": {"main": ENTRY_POINTS["verl.trainer.fsdp_sft_trainer"]},
     "verl.trainer.sft_trainer": {"main": ENTRY_POINTS["verl.trainer.sft_trainer"]},

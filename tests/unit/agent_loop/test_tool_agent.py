@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import agent_scripts
@@ -10,6 +12,7 @@ import pytest
 from agent_scripts import CALL
 
 from caldera.errors import DataError, UnsupportedError
+from caldera.interactions.base import BaseInteraction
 from caldera.interactions.scripted import ScriptedInteraction
 from caldera.tools.parsing import FunctionCall, ToolParser
 
@@ -170,6 +173,83 @@ def test_an_interaction_ends_even_if_the_loop_fails(run: Run) -> None:
     with pytest.raises(IndexError):  # the script of the policy has no second turn
         run("1<eos>", interactions={"quiz": partner}, interaction_kwargs={"name": "quiz"})
     assert partner._scripts == {}
+
+
+class Failing(BaseInteraction):
+    """Fails in the method of that name, and otherwise asks for more."""
+
+    def __init__(self, method: str, how: Any = None) -> None:
+        super().__init__({"name": "quiz", "timeout": 0.05})
+        self._method, self._how = method, how
+
+    async def _act(self, method: str) -> Any:
+        if method == self._method:
+            if callable(self._how):
+                return await self._how()
+            if isinstance(self._how, BaseException):
+                raise self._how
+            return self._how
+        return {"start": "id", "answer": (False, "more", 0.5, {}), "end": None}[method]
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        return str(await self._act("start"))
+
+    async def generate_response(
+        self, instance_id: str, messages: Sequence[Any], **kwargs: Any
+    ) -> Any:
+        return await self._act("answer")
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        await self._act("end")
+
+
+@pytest.mark.parametrize(
+    ("method", "how", "outcome", "told"),
+    [
+        ("start", LookupError("no room"), {"error": 1}, ""),
+        ("answer", LookupError("no room"), {"error": 1}, "no room"),
+        ("answer", SystemExit(3), {"error": 1}, "3"),
+        ("answer", asyncio.Event().wait, {"timeout": 1}, "no answer within 0.05 s"),
+        ("answer", None, {"error": 1}, "must return (is over, text, score, dict)"),
+        ("answer", (False, 7, 0.0, {}), {"error": 1}, "must be text"),
+        ("answer", (False, "a", float("nan"), {}), {"error": 1}, "not finite"),
+        ("end", LookupError("no room"), {"error": 1}, "more"),
+    ],
+)
+def test_an_interaction_that_fails_is_told_and_counted(
+    run: Run, tokenizer: PreTrainedTokenizerFast, method: str, how: Any, outcome: dict[str, int],
+    told: str,
+) -> None:  # fmt: skip
+    output, _ = run(
+        "1<eos>", "2<eos>", interactions={"quiz": Failing(method, how)},
+        interaction_kwargs={"name": "quiz"},
+        overrides=[f"{MULTI_TURN}.max_user_turns=1", "data.max_response_length=600"],
+    )  # fmt: skip
+    said, heard = spoken(output, tokenizer)
+    assert output.tool_calls == {f"interaction.quiz/{key}": n for key, n in outcome.items()}
+    if method == "start":
+        assert (said, heard) == ("1<eos>", ""), "nobody answers"
+    else:
+        assert said == "1<eos>2<eos>" and told in heard
+        assert output.extra_fields["turn_scores"] == [0.0 if method == "answer" else 0.5]
+
+
+def test_what_the_files_of_a_run_say_wrongly_ends_it(run: Run) -> None:
+    partner = Failing("start", DataError("no ground_truth"))
+    with pytest.raises(DataError, match="no ground_truth"):
+        run("1<eos>", interactions={"quiz": partner}, interaction_kwargs={"name": "quiz"})
+
+
+def test_an_answer_that_no_parser_can_read_is_told_and_counted(
+    run: Run, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    said = '<tool_call>{"name": "add", "arguments": ' + "[" * 2000 + "</tool_call>"
+    output, _ = run(
+        f"{said}<eos>", "Sorry.<eos>",
+        overrides=["data.max_response_length=3000", f"{MULTI_TURN}.max_tool_response_length=200"],
+    )  # fmt: skip
+    assert output.tool_calls == {"other/malformed": 1}
+    assert "could not be read" in spoken(output, tokenizer)[1]
 
 
 def test_a_row_may_choose_among_the_tools(run: Run, tokenizer: PreTrainedTokenizerFast) -> None:

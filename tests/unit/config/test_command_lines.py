@@ -230,7 +230,6 @@ def test_keys_that_are_honoured() -> None:
 
 REFUSED = """
 actor_rollout_ref.rollout.name=trtllm
-actor_rollout_ref.rollout.tensor_model_parallel_size=2
 actor_rollout_ref.model.use_fused_kernels=True
 trainer.esi_redundant_time=60
 """

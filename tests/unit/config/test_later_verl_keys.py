@@ -25,11 +25,6 @@ Load = Callable[..., PPOTrainerConfig]
 HEAD = {name: facts("head", name) for name in FILES}
 EVERY_HEAD_KEY = {key: value for name in FILES for key, value in HEAD[name].items()}
 
-REFUSED_DEFAULTS = {
-    "actor_rollout_ref.rollout.tensor_model_parallel_size",
-}
-"""Defaults of later releases that ask for something else than happens here."""
-
 
 def moves(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message for message in caplog.messages if "were moved" in message]
@@ -162,8 +157,7 @@ def test_a_default_that_follows_another_key_may_be_given_resolved(load: Load) ->
 def test_a_copy_of_a_later_file_loads(
     tmp_path: Path, required: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = {k: v for k, v in HEAD["ppo_trainer"].items() if k not in REFUSED_DEFAULTS}
-    (tmp_path / "verls.yaml").write_text(OmegaConf.to_yaml(tree_of(kept)))
+    (tmp_path / "verls.yaml").write_text(OmegaConf.to_yaml(tree_of(HEAD["ppo_trainer"])))
     with caplog.at_level(logging.WARNING):
         config = load_config(required, "verls", str(tmp_path))
     assert len(moves(caplog)) == 1
@@ -178,9 +172,3 @@ def test_a_copy_of_a_later_file_loads(
         "naive",
         "bfloat16",
     )
-
-
-@pytest.mark.parametrize("key", sorted(REFUSED_DEFAULTS))
-def test_later_defaults_that_are_refused(load: Load, key: str) -> None:
-    with pytest.raises(UnsupportedError):
-        load(f"{key}={_text(HEAD['ppo_trainer'][key])}")

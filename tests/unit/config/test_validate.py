@@ -78,6 +78,18 @@ def test_keys_of_engines_are_theirs_alone(load: Load, key: str) -> None:
     load(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.{key}")
 
 
+def test_ranks_that_share_the_native_sampler(load: Load) -> None:
+    key = f"{ROLLOUT}.tensor_model_parallel_size"
+    assert load(f"{key}=2").actor_rollout_ref.rollout.tensor_model_parallel_size == 2
+    load(f"{key}=2", "trainer.n_gpus_per_node=4")
+    with pytest.raises(ConfigError, match=rf"^{key}=2 does not divide the 3 ranks \(trainer\."):
+        load(f"{key}=2", "trainer.n_gpus_per_node=3", "data.train_batch_size=1024")
+    with pytest.raises(UnsupportedError, match=rf"^{ROLLOUT}\.native\.exact=True with {key}=2: "):
+        load(f"{key}=2", f"{ROLLOUT}.native.exact=True")
+    with pytest.raises(UnsupportedError, match=rf"^{key}=2: takes .*name=native, vllm or sglang"):
+        load(f"{key}=2", f"{ROLLOUT}.name=hf")
+
+
 @pytest.mark.parametrize(
     "key", ["kv_cache_blocks=8", "native.exact=True", "engine_kwargs.sglang.x=1"]
 )

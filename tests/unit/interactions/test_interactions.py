@@ -111,3 +111,11 @@ def test_mistakes_in_a_file(tmp_path: Path, text: str, problem: str) -> None:
 def test_a_file_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="there is no such file"):
         load_interactions("nowhere.yaml")
+
+
+@pytest.mark.parametrize("timeout", [0, "soon", True])
+def test_timeouts_are_seconds(timeout: Any) -> None:
+    with pytest.raises(ConfigError, match=r"quiz: config\.timeout="):
+        ScriptedInteraction({"name": "quiz", "timeout": timeout})
+    assert ScriptedInteraction({"name": "quiz", "timeout": None}).timeout is None
+    assert ScriptedInteraction({"name": "quiz"}).timeout == 600

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from caldera.errors import UnsupportedError
+from caldera.models.attention import ATTENTION
 from caldera.models.exact import exactness, in_exactness, is_exact, make_exact
 
 
@@ -123,3 +128,26 @@ def test_a_module_is_marked():
     assert not is_exact(module)
     make_exact(module)
     assert is_exact(module)
+
+
+@pytest.mark.parametrize("config", [LlamaConfig, Qwen3Config, Gemma3TextConfig])
+def test_norms_of_known_kinds_are_found_and_change_nothing_elsewhere(config: Any) -> None:
+    module = AutoModelForCausalLM.from_config(
+        config(
+            vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16, pad_token_id=0,
+        ),
+        attn_implementation=ATTENTION,
+    )  # fmt: skip
+    norms = [part for part in module.modules() if type(part).__name__.endswith("RMSNorm")]
+    for norm in norms:
+        torch.nn.init.normal_(norm.weight)
+    values = [torch.randn(3, len(norm.weight)) for norm in norms]
+    want = [norm(value) for norm, value in zip(norms, values, strict=True)]
+    make_exact(module)
+    assert all("forward" in norm.__dict__ for norm in norms)
+    with exactness():  # on a CPU they are what they were
+        for norm, value, before in zip(norms, values, want, strict=True):
+            torch.testing.assert_close(norm(value), before)
+    twin = copy.deepcopy(module)
+    assert twin.model.norm.forward.args[0] is twin.model.norm

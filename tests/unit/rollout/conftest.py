@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import (
@@ -66,6 +67,13 @@ def build_model() -> Callable[..., PreTrainedModel]:
 @pytest.fixture(scope="session")
 def llama(build_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     return build_model("llama")
+
+
+@pytest.fixture
+def adapted(build_model: Any) -> Any:
+    """A model with an adapter of rank 3 on two kinds of layers."""
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["q_proj", "up_proj"])
+    return peft.get_peft_model(build_model("llama"), lora)
 
 
 @pytest.fixture

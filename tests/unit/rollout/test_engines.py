@@ -15,14 +15,16 @@ import torch
 from caldera.config import RolloutConfig
 from caldera.errors import ConfigError, RolloutError, UnsupportedError
 from caldera.rollout import ROLLOUTS, AsyncSampler, Request, SamplingParams
+from caldera.rollout.engines.adapters import AdapterFolders, adapter_shape
 from caldera.rollout.engines.files import WeightFiles
 from caldera.rollout.engines.folders import own_folder
 from caldera.rollout.engines.host.caldera_engine.base import Event
-from caldera.rollout.engines.host.caldera_engine.buckets import read_buckets
+from caldera.rollout.engines.host.caldera_engine.buckets import check_adapter, read_bucket
 from caldera.rollout.engines.options import SEED, engine_arguments, reseeded
 from caldera.rollout.engines.probe import Probe
 from caldera.rollout.engines.rollout import EngineRollout
 from caldera.rollout.engines.router import StickyRouter
+from caldera.rollout.engines.weights import EngineWeights, ModuleWeights
 
 CPU = torch.device("cpu")
 
@@ -35,6 +37,8 @@ class CountingEngine:
         self.requests: dict[int, tuple[list[int], int]] = {}
         self.version = 0
         self.pushes: list[int] = []
+        self.buckets = 0
+        self.adapters: list[str] = []
         self.seeds: list[int] = []
         self.told = [-1.0, -2.0]
 
@@ -61,10 +65,16 @@ class CountingEngine:
             events.append(Event(number, [token], [0.0], self.version, reason))
         return events
 
-    def load_weights(self, buckets: list[Any], version: int) -> None:
-        assert sum(1 for _ in read_buckets(buckets)) > 0
+    def load_bucket(self, bucket: Any, first: bool) -> None:
+        assert sum(1 for _ in read_bucket(bucket)) > 0
+        self.buckets += 1
+
+    def use_weights(self, version: int, adapter: Any) -> None:
         self.version = version
         self.pushes.append(version)
+        if adapter is not None:
+            check_adapter(adapter)
+            self.adapters.append(adapter["path"])
 
     def score(self, prompt_ids: list[int]) -> list[float]:
         return self.told
@@ -86,7 +96,8 @@ def engine() -> CountingEngine:
 
 @pytest.fixture
 def rollout(engine: CountingEngine, llama: torch.nn.Module, config: Any) -> EngineRollout:
-    made = EngineRollout("vllm", config(name="vllm"), llama, CPU, [engine], torch.float32)
+    weights = EngineWeights(1, WeightFiles(torch.float32, 1000))
+    made = EngineRollout("vllm", config(name="vllm"), llama, CPU, [engine], weights, torch.float32)
     made.load_weights([("w", torch.ones(3))], 1)
     return made
 
@@ -171,8 +182,8 @@ def test_buckets_hold_every_weight(tmp_path: Path) -> None:
     weights = {f"w{n}": torch.randn(n + 1, 7) for n in range(9)}
     files = WeightFiles(torch.bfloat16, bucket_bytes=200, root=tmp_path)
     files.write(weights.items())
-    assert files.buckets is not None and len(files.buckets) > 3
-    found = dict(read_buckets(files.buckets))
+    assert len(files.buckets) > 3
+    found = {name: weight for bucket in files.buckets for name, weight in read_bucket(bucket)}
     assert list(found) == list(weights)
     assert all(torch.equal(found[name], weights[name].bfloat16()) for name in weights)
     files.write([("w", torch.zeros(2))])
@@ -184,11 +195,50 @@ def test_buckets_hold_every_weight(tmp_path: Path) -> None:
 def test_a_bucket_that_was_changed_is_found_out(tmp_path: Path) -> None:
     files = WeightFiles(torch.float32, bucket_bytes=1000, root=tmp_path)
     files.write([("w", torch.ones(100))])
-    assert files.buckets is not None
     path = Path(files.buckets[0]["path"])
     path.write_bytes(b"\1" + path.read_bytes()[1:])
     with pytest.raises(ValueError, match="checksum"):
-        list(read_buckets(files.buckets))
+        list(read_bucket(files.buckets[0]))
+
+
+# ---- adapters
+
+
+@pytest.fixture
+def with_adapter(engine: CountingEngine, adapted: Any, config: Any) -> EngineRollout:
+    shape = adapter_shape(adapted)
+    assert shape is not None
+    files = WeightFiles(torch.float32, 1 << 20)
+    weights = EngineWeights(1, files, AdapterFolders(shape))
+    return EngineRollout(
+        "vllm", config(name="vllm"), adapted, CPU, [engine], weights, torch.float32
+    )
+
+
+def test_an_adapter_goes_over_alone(
+    with_adapter: EngineRollout, engine: CountingEngine, adapted: Any
+) -> None:
+    rollout = with_adapter
+    for version in (1, 2):
+        rollout.update(ModuleWeights(adapted), version)
+        rollout.generate([request(5)])
+    assert engine.pushes == [1, 2] and engine.buckets == 1
+    assert len(set(engine.adapters)) == 2
+    assert not Path(engine.adapters[0]).exists() and Path(engine.adapters[1]).exists()
+    rollout.sleep()
+    rollout.wake_up()
+    rollout.generate([request(5)])
+    assert engine.pushes == [1, 2, 2] and engine.buckets == 2
+    rollout.load_weights([("w", torch.ones(3))], 3)  # without an adapter, which is gone then
+    rollout.generate([request(5)])
+    rollout.update(ModuleWeights(adapted), 4)
+    rollout.generate([request(5)])
+    assert engine.buckets == 4 and len(set(engine.adapters)) == 3
+    rollout.close()
+    assert not Path(engine.adapters[-1]).parent.exists()
+
+
+# ---- folders
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
@@ -208,10 +258,13 @@ def test_closing_leaves_nothing(
 ) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    made = EngineRollout("vllm", config(name="vllm"), llama, CPU, [engine], torch.float32, folder)
+    files = WeightFiles(torch.float32, 1000)
+    weights = EngineWeights(1, files)
+    made = EngineRollout(
+        "vllm", config(name="vllm"), llama, CPU, [engine], weights, torch.float32, folder
+    )
     made.load_weights([("w", torch.ones(3))], 1)
-    assert made._files.buckets is not None
-    written = Path(made._files.buckets[0]["path"])
+    written = Path(files.buckets[0]["path"])
     assert written.exists()
     made.close()
     assert not written.parent.exists() and not folder.exists()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 import pytest
@@ -203,44 +205,183 @@ def test_calls_of_tools_in_a_stream(scripted: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "problem"),
+    ("path", "body", "status", "problem", "field"),
     [
-        (CHAT, b"{", 400, "not JSON"),
-        (CHAT, b"", 400, "not JSON"),
-        (CHAT, b"\xff\xfe", 400, "not JSON"),
-        (CHAT, b"[]", 400, "JSON object"),
-        (CHAT, {"messages": []}, 400, "messages must be a list"),
-        (CHAT, {"messages": [{"role": "user", "content": "z" * 3000}]}, 400, "takes from 1 to 767"),
-        (TEXT, {"prompt": [5] * 900}, 400, "a prompt of 900 tokens: takes from 1 to 767"),
-        (TEXT, {"prompt": [5] * 756, "max_tokens": 13}, 400, "max_tokens=13: takes whole numbers"),
-        (CHAT, {"messages": ASKED, "model": "other"}, 404, "model='other': takes 'tiny'"),
-        (CHAT, {"messages": ASKED, "best_of": 2}, 400, "best_of=2: takes chat_template_kwargs, "),
-        (CHAT, {"messages": ASKED, "session_id": ""}, 400, "session_id=''"),
-        (CHAT, {"messages": ASKED, "tool_choice": "required"}, 400, "no call can be forced"),
-        (CHAT, {"messages": ASKED, "parallel_tool_calls": False}, 400, "takes true"),
-        (CHAT, {"messages": ASKED, "stream_options": {"x": 1}}, 400, "takes include_usage"),
-        (CHAT, {"messages": ASKED, "chat_template_kwargs": {"tokenize": 1}}, 400, "tokenize"),
-        (CHAT, {"messages": ASKED, "stop_token_ids": 3}, 400, "takes a list of tokens"),
-        (CHAT, {"messages": ASKED, "top_k": 0.5}, 400, "top_k=0.5: takes whole numbers"),
-        (
-            CHAT,
-            {"messages": [*ASKED, {"role": "assistant", "tool_calls": [{"function": 1}]}]},
-            400,
-            "has no function with a name",
-        ),
+        (CHAT, b"{", 400, "not JSON", None),
+        (CHAT, b"", 400, "not JSON", None),
+        (CHAT, b"\xff\xfe", 400, "not JSON", None),
+        (CHAT, b'{"messages": "\\ud800"}', 400, "not JSON", None),
+        (CHAT, b"[" * 99_999, 400, "not JSON", None),
+        (CHAT, b"[]", 400, "JSON object", None),
+        (CHAT, {"messages": []}, 400, "messages must be a list", None),
+        (CHAT, {"messages": [{"role": "user", "content": "z" * 3000}]}, 400, "1 to 767", None),
+        (CHAT, {"messages": [{"role": "user", "content": "z" * 2**20}]}, 400,
+         " characters: has more tokens than 767", None),
+        (TEXT, {"prompt": ["z" * 2**20]}, 400, "a prompt of 1048576 characters: has more", None),
+        (TEXT, {"prompt": [5] * 900}, 400, "a prompt of 900 tokens: takes from 1 to 767", None),
+        (TEXT, {"prompt": [[5]] * 99, "n": 128}, 400, "takes 2048 answers a request", "n"),
+        (TEXT, {"prompt": [5] * 756, "max_tokens": 13}, 400, "max_tokens=13: takes", "max_tokens"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
+         "takes {'type': 'text', ...}", None),
+        (CHAT, {"messages": [*ASKED, {"role": "assistant", "tool_calls": [{"function": 1}]}]}, 400,
+         "has no function with a name", None),
+        (CHAT, {"messages": [{"role": "user"}]}, 400, "must be a string", None),
     ],
-)
+)  # fmt: skip
 def test_errors_have_the_shape_of_openai(
-    served: Any, path: str, body: Any, status: int, problem: str
+    served: Any, path: str, body: Any, status: int, problem: str, field: str | None
 ) -> None:
     for streams in (False, True):
         asked = body | {"stream": True} if streams and isinstance(body, dict) else body
-        reply = served.ask(path, asked)
+        assert_refused(served.ask(path, asked), status, problem, field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("audio", {}, "there is no such field; takes chat_template_kwargs, "),
+        ("best_of", 2, "best_of=2: there is no such field"),
+        ("chat_template_kwargs", {"tokenize": 1}, "tokenize"),
+        ("chat_template_kwargs", {"continue_final_message": True}, "continue_final_message"),
+        ("frequency_penalty", float("nan"), "takes numbers from -2 to 2"),
+        ("logit_bias", {"5": 100}, "nothing but {} can be honoured"),
+        ("max_completion_tokens", 0, "takes whole numbers from 1"),
+        ("max_tokens", 5, "max_tokens=5: but max_completion_tokens=4; takes one of them"),
+        ("model", "other", "model='other': takes 'tiny'"),
+        ("n", 129, "takes whole numbers from 1 to 128"),
+        ("parallel_tool_calls", False, "takes true"),
+        ("response_format", {"type": "json_object"}, "nothing but {'type': 'text'} can be"),
+        ("seed", 1.5, "takes whole numbers"),
+        ("session_id", "", "session_id=''"),
+        ("stop", ["a"] * 17, "up to 16 texts"),
+        ("stop_token_ids", 3, "takes a list of tokens"),
+        ("stop_token_ids", [10**9], "takes tokens from 0 to"),
+        ("stop_token_ids", [7], "no token ends an answer with ignore_eos=true"),
+        ("store", True, "nothing but False can be honoured"),
+        ("stream_options", {"x": 1}, "takes include_usage"),
+        ("temperature", 5, "takes numbers from 0 to 2"),
+        ("tool_choice", "required", "no call can be forced"),
+        ("tool_choice", {"type": "function", "function": {"name": "add"}}, "no call can be forced"),
+        ("tools", [{**TOOL, "type": "retrieval"}], "takes a list of {'type': 'function'"),
+        ("top_k", 0.5, "top_k=0.5: takes whole numbers"),
+        ("top_logprobs", 2, "needs logprobs=true"),
+    ],
+)
+def test_a_field_that_cannot_be_honoured_is_named(
+    served: Any, field: str, value: Any, problem: str
+) -> None:
+    others = {"stop_token_ids": {"ignore_eos": value == [7]}}
+    others["max_tokens"] = {"max_completion_tokens": 4}
+    asked = {"messages": ASKED, **others.get(field, {}), field: value}
+    body = json.dumps(asked).encode()
+    assert_refused(served.ask(CHAT, body), 404 if field == "model" else 400, problem, field)
+
+
+def assert_refused(
+    reply: httpx2.Response, status: int, problem: str, field: str | None = None
+) -> None:
+    error = reply.json()["error"]
+    assert reply.status_code == status
+    assert problem in error["message"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", field)
+    assert error["code"] == status
+
+
+def test_what_asks_for_nothing_is_no_mistake(served: Any) -> None:
+    asked = {"messages": ASKED, "temperature": 0, **SHORT}
+    neutral = {
+        "logit_bias": {}, "modalities": ["text"], "response_format": {"type": "text"},
+        "service_tier": "auto", "store": False, "audio": None, "max_completion_tokens": 24,
+    }  # fmt: skip
+    assert served.chat(**asked, **neutral)["choices"] == served.chat(**asked)["choices"]
+    text = {"prompt": "The", "temperature": 0, **SHORT}
+    plain, same = (served.ask(TEXT, text | more).json() for more in ({}, {"echo": False}))
+    assert plain["choices"] == same["choices"]
+    assert_refused(served.ask(TEXT, {**text, "echo": True}), 400, "nothing but False", "echo")
+
+
+def test_paths_and_methods(serve: Serve) -> None:
+    served = serve()
+    for method, path, status, problem in (
+        ("GET", CHAT, 405, f"GET {CHAT}: takes POST"),
+        ("PUT", TEXT, 405, "takes POST"),
+        ("PURGE", "/metrics", 405, "takes GET"),
+        ("POST", "/v1/embeddings", 404, "there is no such path; takes /v1/chat/completions"),
+        ("GET", "/v1/models/other", 404, "there is no such path"),
+        ("GET", "/%ff?x=1", 404, "there is no such path"),
+    ):
+        assert_refused(served.ask(path, method=method), status, problem)
+    head = served.ask("/health", method="HEAD")
+    assert (head.status_code, head.content) == (200, b"")
+    for name in ("50%25?", "a/b c"):
+        served.chat(ASKED, session_id=name, **SHORT)
+        assert served.ask(f"/sessions/{quote(name, safe='')}").json()["session"] == name
+
+
+def test_bodies_that_are_too_large_or_end_early(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("caldera.serving.http_server.MAX_REQUEST_BYTES", 2**20)
+    served = serve()
+    body = json.dumps({"messages": ASKED, "user": "x" * 2**23}).encode()
+    assert_refused(served.ask(CHAT, body), 413, f"may have {2**20} bytes, not {len(body)}")
+    host, port = served.server.address.split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{".encode())
+    assert served.chat(ASKED, **SHORT)["choices"]
+    assert "Traceback" not in caplog.text
+
+
+def test_a_large_request_does_not_hold_up_others(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompt is made in another thread than that which answers."""
+    threads = []
+    plain = served.server._prompts.tokens
+
+    def tokens(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return plain(*arguments)
+
+    monkeypatch.setattr(served.server._prompts, "tokens", tokens)
+    served.chat(ASKED, **SHORT)
+    long = [{"role": "user", "content": "z" * 2**17}]
+    assert served.ask(CHAT, {"messages": long}).status_code == 400
+    assert threads[0] == served.server.address != threads[1]
+
+
+def test_a_mistake_of_the_server_is_told(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve()
+    monkeypatch.setattr(served.server._prompts, "tokens", lambda *_: 1 / 0)
+    for streams in (False, True):
+        reply = served.ask(CHAT, {"messages": ASKED, "stream": streams})
         error = reply.json()["error"]
-        assert reply.status_code == status
-        assert problem in error["message"]
-        assert (error["type"], error["param"]) == ("invalid_request_error", None)
-        assert error["code"] == status
+        assert (reply.status_code, error["type"]) == (500, "server_error")
+        assert error["message"] == "ZeroDivisionError: division by zero"
+    assert caplog.text.count(f"POST {CHAT} failed") == 2
+    assert served.metric("requests_lost_total") == 2
+    assert served.metric("requests_running") == 0
+
+
+def test_a_template_that_fails_is_the_messages_mistake(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{{ messages[0].content.index('x') }}"
+    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+    problem = "the chat template failed on the messages: ValueError: substring not found"
+    assert_refused(served.ask(CHAT, {"messages": ASKED}), 400, problem)
+
+
+def test_a_part_of_a_character_has_no_bytes(served: Any) -> None:
+    (choice,) = served.chat(ASKED, seed=4, logprobs=True, **SHORT)["choices"]
+    tokens = choice["logprobs"]["content"]
+    assert {token["bytes"] is None for token in tokens} == {True, False}
+    for token in tokens:
+        assert token["bytes"] == (
+            None if "\ufffd" in token["token"] else list(token["token"].encode())
+        )
 
 
 def test_health_models_and_metrics(serve: Serve) -> None:

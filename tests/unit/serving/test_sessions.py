@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -152,7 +153,8 @@ def test_a_template_that_changes_with_every_turn(serve: Serve) -> None:
         "{% for m in messages %}{{ loop.index }}/{{ messages | length }} {{ m.content }}"
         "<|im_end|>{% endfor %}{% if add_generation_prompt %}={% endif %}"
     )
-    prompts, sampled = ChatPrompts(tokenizer), Sampled()
+    model = replace(served.server._model, tokenizer=tokenizer)
+    prompts, sampled = ChatPrompts(model), Sampled()
     assert "cannot have a turn" in str(prompts.cannot_append)
     answer = {"role": "assistant", "content": "Hm"}
     sampled.remember(Chat([FIRST]), answer, [9, 9], [40, 41, 42])
@@ -165,12 +167,14 @@ def test_a_template_that_changes_with_every_turn(serve: Serve) -> None:
 def test_what_a_template_hides_is_counted(serve: Serve) -> None:
     from copy import copy
 
-    tokenizer = copy(serve().tokenizer)
+    served = serve()
+    tokenizer = copy(served.tokenizer)
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}"
         "{% endfor %}="
     )
-    prompts, sampled = ChatPrompts(tokenizer), Sampled()
+    model = replace(served.server._model, tokenizer=tokenizer)
+    prompts, sampled = ChatPrompts(model), Sampled()
     answer = {"role": "assistant", "content": "Hm"}
     sampled.remember(Chat([FIRST]), answer, [9, 9], [40, 41, 42])
     ids, encoded_again = prompts.tokens(Chat([FIRST, answer, SECOND]), sampled)

@@ -3,13 +3,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 import time
+from types import SimpleNamespace
 
+import numpy
 import pytest
 
 from caldera.errors import ConfigError
-from caldera.tools import running
+from caldera.tools import function_tool, running
 from caldera.tools.base import BaseTool, ToolResponse
+from caldera.tools.function_tool import tools_of
 from caldera.tools.parsing import FunctionCall
 from caldera.tools.running import ToolRunner, ToolState, truncate
 from caldera.tools.schemas import OpenAIFunctionToolSchema
@@ -80,9 +84,29 @@ async def give_an_image(parameters):
     return ToolResponse(image=["pixels"]), 0.0, {}
 
 
+async def leave(parameters):
+    sys.exit(3)
+
+
+async def be_cancelled(parameters):
+    raise asyncio.CancelledError
+
+
+async def give_a_number(parameters):
+    return ToolResponse(7), 0.0, {}  # type: ignore[arg-type]
+
+
+async def give_no_number(parameters):
+    return ToolResponse("a"), float("nan"), {}
+
+
 @pytest.mark.parametrize(
     ("tool", "call", "status", "told"),
     [
+        (Recording(leave), ("note", {}), "error", "3"),
+        (Recording(be_cancelled), ("note", {}), "error", "given up"),
+        (Recording(give_a_number), ("note", {}), "error", "a text that is a int"),
+        (Recording(give_no_number), ("note", {}), "error", "which is not finite"),
         (Recording(fail), ("note", {}), "error", "nothing there"),
         (Recording(hang, timeout=0.01), ("note", {}), "timeout", "note did not answer within 0.01"),
         (Recording(give_nothing), ("note", {}), "error", "must return (ToolResponse, reward"),
@@ -107,6 +131,49 @@ def test_arguments_that_are_no_json_are_malformed():
     assert runner.malformed("it is not closed").text == (
         "Error when executing tool: it is not closed"
     )
+
+
+def test_arguments_that_are_nested_too_deeply_are_malformed():
+    calls = [FunctionCall("note", '{"x": ' + "[" * 100_000)]
+    (outcome,) = asyncio.run(ToolRunner([Recording()]).run(calls, ToolState()))
+    assert outcome.status == "malformed"
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_ten_megabytes_are_cut(raises):
+    async def flood(parameters):
+        if raises:
+            raise ValueError("y" * 10_000_000)
+        return "y" * 10_000_000
+
+    (outcome,) = run(Recording(flood), ("note", {}))
+    assert len(outcome.text) < 300 and "...(truncated)..." in outcome.text
+
+
+def test_what_no_tokenizer_takes_is_replaced():
+    async def speak(parameters):
+        return "half \ud83d of a pair"
+
+    assert run(Recording(speak), ("note", {}))[0].text == "half ? of a pair"
+
+
+def test_metrics_can_be_written_to_a_dump():
+    async def measure(parameters):
+        return ToolResponse(""), None, {"a": {1}, "b": numpy.float32(0.5), "c": (1, 2)}
+
+    (outcome,) = run(Recording(measure), ("note", {}))
+    assert outcome.metrics == {"a": "{1}", "b": 0.5, "c": [1, 2]}
+
+
+def test_a_function_that_exits_is_told():
+    @function_tool
+    def leave_at_once() -> str:
+        """Leaves."""
+        sys.exit(3)
+
+    (tool,) = tools_of(SimpleNamespace(leave_at_once=leave_at_once))
+    (outcome,) = run(tool, ("leave_at_once", {}))
+    assert outcome.status == "error" and "SystemExit: 3" in outcome.text
 
 
 def test_a_failing_tool_is_logged_once(caplog):

@@ -7,12 +7,14 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from caldera.errors import ConfigError
+from caldera.tools import retrieval
 from caldera.tools.parsing import FunctionCall
 from caldera.tools.retrieval import Document, RetrievalFailed, RetrieverClient
 from caldera.tools.running import ToolOutcome, ToolRunner, ToolState
@@ -46,9 +48,19 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(0.5)
         if behaviour == "drop":
             return
+        if behaviour == "drip":  # each byte comes in time, the answer does not
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            with suppress(OSError):
+                for _ in range(20):
+                    self.wfile.write(b" ")
+                    self.wfile.flush()
+                    time.sleep(0.05)
+            return
         status = behaviour if isinstance(behaviour, int) else 200
         body = json.dumps({"result": [[HIT] * request["topk"] for _ in request["queries"]]})
-        if isinstance(behaviour, str) and behaviour.startswith(("{", "<")):
+        if isinstance(behaviour, str) and behaviour.startswith(("{", "<", "[")):
             body = behaviour
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
@@ -93,13 +105,51 @@ def test_titles() -> None:
 
 @pytest.mark.parametrize(
     "behaviour",
-    [503, 429, "drop", "slow", "<html>", "{}", '{"result": [[]]}', '{"result": [[1], [2]]}'],
-)
+    [
+        503, 429, "drop", "slow", "drip", "<html>", "{}", "[" * 100_000, '{"result": [[]]}',
+        '{"result": [[1], [2]]}',
+    ],
+)  # fmt: skip
 def test_what_may_pass_is_asked_for_again(behaviour: Any, service: Service) -> None:
     service.script = [behaviour, behaviour]
     client = client_of(service, timeout=0.2)
     assert len(asyncio.run(ask(client, "a", "b"))) == 2
     assert len(service.requests) == 3
+
+
+def test_passages_that_no_tokenizer_takes_are_mended(service: Service) -> None:
+    service.script = ['{"result": [[{"contents": "\\"A\\"\\nhalf \\ud83d"}]]}']
+    assert asyncio.run(ask(client_of(service), "a")) == [[Document("A", "half ?")]]
+
+
+def test_hundreds_of_searches_share_few_connections(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, most, lock = 0, 0, threading.Lock()
+    answer = Handler.do_POST
+
+    def counted(handler: Handler) -> None:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.01)
+        answer(handler)
+        with lock:
+            now -= 1
+
+    monkeypatch.setattr(Handler, "do_POST", counted)
+    monkeypatch.setattr(retrieval, "MOST_AT_A_TIME", 16)
+
+    async def many() -> list[Any]:
+        client = client_of(service)
+        try:
+            return await asyncio.gather(*(client.search([f"{n}"]) for n in range(300)))
+        finally:
+            await client.close()
+
+    assert len(asyncio.run(many())) == 300
+    assert 1 < most <= 16
 
 
 def test_a_refusal_is_final(service: Service) -> None:

@@ -191,7 +191,7 @@ def test_what_else_there_is(address: str, folder: Path) -> None:
     _, models = ask(address, "/v1/models")
     assert [model["id"] for model in models["data"]] == [str(folder)]
     assert ask(address, "/health") == (200, {})
-    assert ask(address, CHAT)[0] == 404
+    assert ask(address, CHAT)[0] == 405
     assert ask(address, "/classify", {"input": [3]})[0] == 404
 
 

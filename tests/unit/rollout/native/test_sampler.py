@@ -121,7 +121,7 @@ def test_penalties_by_hand():
     tokens, log_probs, everything = sample(logits, greedy, False, penalties)
     assert tokens.tolist() == [0, 0, 0]
     expected = torch.tensor([1.375, -2.625, 1, 0.5]).log_softmax(-1)
-    torch.testing.assert_close(everything[0], expected)
+    torch.testing.assert_close(everything[0].log_softmax(-1), expected)
     raw = sample(logits, greedy, True, penalties)
     torch.testing.assert_close(raw.log_probs, logits.log_softmax(-1)[:, 0])
     torch.testing.assert_close(log_probs[1], torch.tensor([1, -4, 0, 0.5]).log_softmax(-1)[0])
@@ -173,6 +173,19 @@ def test_a_row_depends_on_itself_alone():
 def test_the_last_random_number_finds_the_last_possible_token():
     largest = np.array([1 - 2.0**-53])
     probabilities = torch.tensor([[0.3, 0.7, 0.0, 0.0]])
-    assert _draw(probabilities, largest).item() == 1
-    assert _draw(probabilities, np.array([1.0])).item() == 1  # as if rounded up
-    assert _draw(torch.tensor([[0.0, 0.0, 1.0]]), np.array([0.0])).item() == 2
+    assert _draw(probabilities, largest)[0].item() == 1
+    assert _draw(probabilities, np.array([1.0]))[0].item() == 1  # as if rounded up
+    assert _draw(torch.tensor([[0.0, 0.0, 1.0]]), np.array([0.0]))[0].item() == 2
+
+
+def test_tokens_of_a_large_vocabulary_are_drawn_by_their_probability():
+    """The stretches in which they are looked for do not show."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(1, 1300, generator=generator)
+    weights[0, 500:900] = 0
+    cumulated = weights[0].double().cumsum(0).numpy()
+    uniform = np.random.default_rng(0).random(3000)
+    tokens, totals = _draw(weights.expand(3000, -1), uniform)
+    expected = np.searchsorted(cumulated, uniform * cumulated[-1], side="right")
+    assert (tokens.numpy() == expected).mean() > 0.999  # but for sums that round otherwise
+    np.testing.assert_allclose(totals.numpy(), cumulated[-1], rtol=1e-6)

@@ -116,6 +116,69 @@ def test_what_cannot_be_taken(tmp_path: Path, capsys: Any) -> None:
     assert '"data.val_batch_size=$(nproc)"' in same
 
 
+OWN_FILE = """\
+set -x
+HERE="$(pwd)"
+python3 -m verl.trainer.main_ppo --config-path="$HERE/configs" --config-name='multiturn' \\
+    critic.optim.lr='${actor_rollout_ref.actor.optim.lr}' data.train_batch_size=$((N * 8)) \\
+    trainer.experiment_name=$(basename $HERE)-grpo model_engine=dp $@
+"""
+THEIR_YAML = """\
+hydra:
+  searchpath:
+    - file://verl/trainer/config
+defaults:
+  - ppo_trainer
+  - _self_
+data: {train_files: a.parquet, val_files: b.parquet}
+actor_rollout_ref:
+  model: {path: m}
+  actor: {use_dynamic_bsz: true}
+  rollout: {multi_turn: {max_assistant_turns: 5}}
+"""
+
+
+def test_a_config_file_of_the_scripts_own(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read where it is here; else the keys are looked at without it."""
+    monkeypatch.chdir(tmp_path)
+    status, told = migrated(tmp_path, capsys, OWN_FILE)
+    assert status == 1 and "Refused" not in told
+    assert section(told, "Still to settle")[0] == (
+        f"--config-name=multiturn: there is no such file in {tmp_path}/configs; the keys were read "
+        "as if it were ppo_trainer.yaml"
+    )
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/multiturn.yaml").write_text(THEIR_YAML)
+    status, told = migrated(tmp_path, capsys, OWN_FILE)
+    assert status == 0, told
+    assert section(told, "The same here") == [
+        'HERE="$(pwd)"',
+        "caldera train \\",
+        '"--config-path=$(pwd)/configs" \\',
+        "--config-name=multiturn \\",
+        "'critic.optim.lr=${actor_rollout_ref.actor.optim.lr}' \\",
+        '"data.train_batch_size=$((${N} * 8))" \\',
+        '"trainer.experiment_name=$(basename $HERE)-grpo" \\',
+        "model_engine=dp",
+    ]
+
+
+def test_values_of_a_config_file_are_hydras(tmp_path: Path, capsys: Any) -> None:
+    """Its grammar is not quite YAML's; what chooses files stays on the command line."""
+    output = tmp_path / "mine.yaml"
+    more = "'+actor_rollout_ref.rollout.engine_kwargs.vllm={a:1,b:[x]}' model_engine=dp"
+    more += " actor_rollout_ref.rollout.name=vllm critic.optim.lr='${critic.optim.clip_grad}'"
+    _, told = migrated(tmp_path, capsys, SCRIPT.format(more=more), "--output", str(output))
+    written = yaml.safe_load(output.read_text())
+    assert written["actor_rollout_ref"]["rollout"]["engine_kwargs"] == {
+        "vllm": {"a": 1, "b": ["x"]}
+    }
+    assert written["critic"]["optim"]["lr"] == "${critic.optim.clip_grad}"
+    assert section(told, "The same here")[-1] == "model_engine=dp"
+
+
 def test_what_is_missing_is_told(tmp_path: Path, capsys: Any) -> None:
     text = "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo"
     status, told = migrated(tmp_path, capsys, text)
@@ -158,6 +221,10 @@ def test_a_config_file(tmp_path: Path, capsys: Any) -> None:
         (
             "python3 -m verl.model_merger merge --backend fsdp --local_dir a --target_dir b",
             ["caldera merge merge --backend fsdp --local_dir a --target_dir b"],
+        ),
+        (
+            "python3 -m verl.trainer.main_generation_server +data.output_path=o.parquet",
+            ["python3 -m caldera.trainer.main_generation_server +data.output_path=o.parquet"],
         ),
         (
             "ray job submit --no-wait -- python3 -m verl.trainer.main_generation model.path=m "

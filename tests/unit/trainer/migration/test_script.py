@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from caldera.trainer.migration.expansions import plain, quoted
 from caldera.trainer.migration.script import Script
 
+RUN = 'run() { printf "%s\\0" "$@" "${HELD-}" >words; }\n'
 
-def words(text: str) -> list[str]:
-    (launch,) = Script(text).launches
-    return launch.words
+
+def given_to_run(text: str, folder: Path) -> list[str]:
+    """What bash gives to the command `run`, and the variable HELD."""
+    subprocess.run(["bash", "-euc", RUN + text], cwd=folder, check=True)
+    return (folder / "words").read_text().split("\0")[:-1]
 
 
 @pytest.mark.parametrize(
@@ -36,14 +40,50 @@ def words(text: str) -> list[str]:
         "export A=1 B=2\nrun a=$A b=$B",
         "a=x\na+=y\nrun $a",
         "run a=\"1 \\\n2\" \"b=\\\"c\\\"\" c=\"d'e'\"",
+        "x='a=1 b=2'; y=''; run ${x} $y k=$x \"$y\" '' \"${x}\"",
+        "x=1; unset x; run a=${x:-2}",
     ],
 )  # fmt: skip
 def test_it_agrees_with_bash(text: str, tmp_path: Path) -> None:
-    function = 'run() { printf "%s\\0" "$@" >words; }\n'
-    subprocess.run(["bash", "-euc", function + text], cwd=tmp_path, check=True)
-    expected = (tmp_path / "words").read_text().split("\0")[:-1]
+    expected = given_to_run(text, tmp_path)[:-1]
     launches = [launch.words for launch in Script(text).launches if launch.words[0] == "run"]
-    assert launches == [["run", *expected]]
+    assert [[plain(word) for word in words] for words in launches] == [["run", *expected]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "run a=$HOME/x b=~/x c='$HOME' d=\\$HOME \"e=\\$HOME/$HOME\"",
+        "model=~/m/Qwen; name=$(basename $model)-grpo; run n=$name \"m=$(dirname \"$model\") x\"",
+        "count=$(echo 2); run a=$((count * 8)) b=$(($(echo 3) + 1)) c=`pwd`/x",
+        "file=/d/a.parquet; run a=${file%.parquet} b=${#file} c=${file##*/}",
+        "one=$(echo 1); two=$(echo \"$one\" 2); run \"c=${two/1/3}\"",
+        "files=(a 'b c'); run n=${#files[@]} f=\"${files[1]}\"",
+        "export HELD=~/hf:'$x'; run 'l=${actor.lr}' \"p=[\\\"$HOME\\\"]\"",
+        "P=${HOME}:x; export HELD=$P; run a=\"$P\"",
+    ],
+)  # fmt: skip
+def test_what_is_left_to_a_shell_means_the_same_there(text: str, tmp_path: Path) -> None:
+    """Given to bash with what it needs, each word becomes what it is in the script."""
+    expected = given_to_run(text, tmp_path)
+    (launch,) = Script(text).launches
+    lines = [f"{name}={value}" for name, value in launch.settings.items()]
+    lines += [f"export {name}={quoted(value)}" for name, value in launch.environment.items()]
+    lines.append(" ".join(map(quoted, launch.words)))
+    assert given_to_run("\n".join(lines), tmp_path) == expected
+
+
+def test_the_folder_of_the_script_is_known(tmp_path: Path) -> None:
+    text = (
+        'here="$( cd "$( dirname "${BASH_SOURCE[0]}" )" && pwd )"\n'
+        'run a=$here b=$(dirname "$0")/x c=${BASH_SOURCE[0]}\n'
+    )
+    (launch,) = Script(text, f"{tmp_path}/sub/run.sh").launches
+    (tmp_path / "sub").mkdir()
+    found = given_to_run(" ".join(map(quoted, launch.words)), tmp_path)[:-1]
+    assert found == [
+        f"a={tmp_path}/sub", f"b={tmp_path}/sub/x", f"c={tmp_path}/sub/run.sh",
+    ]  # fmt: skip
 
 
 def test_what_only_a_shell_knows_stays_as_it_is() -> None:
@@ -81,6 +121,7 @@ def test_branches_are_told() -> None:
     script = Script("if [ $x = 1 ]; then n=2; else n=3; fi\nfor i in 1 2; do run n=$n; done")
     assert ["run", "n=3"] in [launch.words for launch in script.launches]
     assert "the script has branches or loops: each was read once, in order" in script.notes
+    assert Script('[ -z "$x" ] && x=1').notes[0].startswith("the script has branches")
 
 
 def test_commands_of_a_pipe_are_apart() -> None:

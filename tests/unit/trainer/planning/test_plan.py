@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from caldera.cli import main
-from caldera.errors import ConfigError
+from caldera.errors import ConfigError, UnsupportedError
 from caldera.trainer.main_plan import _config
 from caldera.trainer.planning.plan import GIB, Plan, device_bytes, make_plan
 
@@ -86,6 +86,18 @@ def test_the_sampler_has_weights_of_its_own_where_precision_differs(
     own, shared = planned(), planned(f"{ACTOR}.fsdp_config.model_dtype=bf16")
     assert own.sampler.weights == 2 * own.roles["actor"].shape.parameters
     assert shared.sampler.weights == 0
+
+
+def test_ranks_that_sample_together(planned: Callable[..., Plan]) -> None:
+    ranks = ("trainer.n_gpus_per_node=4", f"{ROLLOUT}.gpu_memory_utilization=0.9")
+    apart = planned(*ranks)
+    together = planned(*ranks, f"{ROLLOUT}.tensor_model_parallel_size=2")
+    assert together.sampler.samples == 2 * apart.sampler.samples == 256
+    assert together.sampler.page_bytes == apart.sampler.page_bytes // 2
+    shape = apart.roles["actor"].shape
+    assert apart.sampler.weights - together.sampler.weights == shape.matrices
+    with pytest.raises(UnsupportedError, match=r"num_attention_heads=14; takes 1, 2$"):
+        planned(*ranks, f"{ROLLOUT}.tensor_model_parallel_size=4")
 
 
 def test_the_cache_is_bounded_by_its_share_of_the_device(planned: Callable[..., Plan]) -> None:

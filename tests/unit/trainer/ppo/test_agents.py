@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.utils.data import Dataset
 
 from caldera.config import PPOTrainerConfig
 from caldera.errors import ConfigError
@@ -26,6 +27,16 @@ def config(default: str = "single_turn_agent") -> PPOTrainerConfig:
 def rows(*agent_names: str | None) -> Any:
     """A data set whose rows ask for these loops."""
     return SimpleNamespace(column_values=lambda column: agent_names)
+
+
+class OwnRows(Dataset[Any]):
+    """A data set of the user's own, which chooses the loop itself."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        return {"agent_name": "search_agent"}
 
 
 ASKED = pytest.mark.parametrize("by_row", [True, False])
@@ -56,6 +67,11 @@ def test_the_loop_of_langgraph_needs_it(by_row: bool, monkeypatch: pytest.Monkey
         ConfigError, match=r"react_agent .*default_agent_loop.*pip install 'caldera\[langgraph\]'"
     ):
         start("react_agent", by_row)
+
+
+def test_a_data_set_of_ones_own_may_choose_the_loop() -> None:
+    with pytest.raises(ConfigError, match=r"^retriever\.url=null: the agent loop search_agent"):
+        make_agents(config(), TOKENIZER, [OwnRows()])
 
 
 def test_a_loop_that_no_row_asks_for_needs_nothing() -> None:

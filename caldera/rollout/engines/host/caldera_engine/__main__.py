@@ -11,6 +11,8 @@ import socket
 import sys
 from typing import Any
 
+import torch
+
 from .base import Event, InferenceEngine
 from .frames import Frames, Message
 
@@ -85,7 +87,7 @@ def main() -> None:
     except Exception as error:
         frames.send({"failed": f"{type(error).__name__}: {error}"})
         raise
-    frames.send({"answer": None})
+    frames.send({"answer": str(torch.__version__)})
     try:
         Host(engine, frames).serve()
     except ConnectionError:  # whoever started this is gone

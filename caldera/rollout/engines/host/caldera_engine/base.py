@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from .buckets import Bucket
+from .buckets import Adapter, Bucket
 
 
 @dataclass
@@ -42,8 +42,13 @@ class SteppedEngine(Protocol):
     def step(self) -> list[Event]:
         """What there is to tell, after waiting for it a little."""
 
-    def load_weights(self, buckets: list[Bucket], version: int) -> None:
-        """Take new weights, all of them, and forget what was computed with others."""
+    def load_bucket(self, bucket: Bucket, first: bool) -> None:
+        """Take a part of new weights, the `first` or another; it has been read when this
+        returns."""
+
+    def use_weights(self, version: int, adapter: Adapter | None) -> None:
+        """Compute with the weights that have come, which are all, and with this adapter or none;
+        forget what was computed with others."""
 
     def score(self, prompt_ids: list[int]) -> list[float]:
         """The log-prob of each token but the first, while no request is there."""

@@ -1,9 +1,10 @@
-"""Weights in files of shared memory: how they lie in there, and how they are read."""
+"""Weights on their way to an engine: how they lie in a bucket, and how they are read."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +12,14 @@ from torch import Tensor
 
 ALIGNMENT = 64
 """Every tensor begins at a multiple of this many bytes."""
+WORD = 8
 
 Bucket = dict[str, Any]
-"""path, bytes, checksum, and entries: name, dtype, shape and offset of each tensor."""
+"""bytes, checksum, and entries: name, dtype, shape and offset of each tensor. They lie in the file
+`path`, or in memory of a GPU that `cuda` is the handle of."""
+Adapter = dict[str, Any]
+"""path of a folder in peft's format, and the checksum of its tensors' file."""
+ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def checksum(words: Tensor) -> int:
@@ -21,26 +27,51 @@ def checksum(words: Tensor) -> int:
     return int(words.view(torch.int64).sum())
 
 
+def file_checksum(path: str) -> int:
+    """The same of a small file, whose end is filled up with zeros."""
+    content = Path(path).read_bytes()
+    padded = bytearray(content.ljust(-(-len(content) // WORD) * WORD, b"\0"))
+    return checksum(torch.frombuffer(padded, dtype=torch.uint8))
+
+
 def map_file(path: str, size: int) -> Tensor:
     """The bytes of a file as a tensor (size,), which shares its memory."""
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
 
+def map_cuda(handle: list[Any], size: int) -> Tensor:
+    """The bytes of another process's buffer on a GPU as a tensor (size,)."""
+    torch.cuda.init()
+    parts = [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in handle]
+    storage = torch.UntypedStorage._new_shared_cuda(*parts)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:size]
+
+
 def read_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
     """Each tensor with its name. Raises ValueError unless the content is what was written."""
-    memory = map_file(bucket["path"], bucket["bytes"])
-    found = checksum(memory)
-    if found != bucket["checksum"]:
-        raise ValueError(
-            f"weights in {bucket['path']} have the checksum {found}, not {bucket['checksum']}"
-        )
+    on_gpu = "cuda" in bucket
+    if on_gpu:
+        memory = map_cuda(bucket["cuda"], bucket["bytes"])
+    else:
+        memory = map_file(bucket["path"], bucket["bytes"])
+    where = "a buffer of the GPU" if on_gpu else bucket["path"]
+    _check(checksum(memory), bucket["checksum"], where)
     for name, dtype, shape, offset in bucket["entries"]:
         kind = getattr(torch, dtype)
         size = math.prod(shape) * kind.itemsize
-        yield name, memory[offset : offset + size].view(kind).view(shape)
+        weight = memory[offset : offset + size].view(kind).view(shape)
+        # The buffer is written anew while an engine may still keep what came in it.
+        yield name, weight.clone() if on_gpu else weight
+    if on_gpu:  # whoever asked takes it that all has been read
+        torch.cuda.current_stream(memory.device).synchronize()
 
 
-def read_buckets(buckets: list[Bucket]) -> Iterator[tuple[str, Tensor]]:
-    """Of all of them, one after the other."""
-    for bucket in buckets:
-        yield from read_bucket(bucket)
+def check_adapter(adapter: Adapter) -> None:
+    """Raises ValueError unless the adapter is what was written."""
+    path = f"{adapter['path']}/{ADAPTER_FILE}"
+    _check(file_checksum(path), adapter["checksum"], path)
+
+
+def _check(found: int, expected: int, where: str) -> None:
+    if found != expected:
+        raise ValueError(f"weights in {where} have the checksum {found}, not {expected}")

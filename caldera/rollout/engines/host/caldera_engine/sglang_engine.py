@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from .base import Event
-from .buckets import Bucket, read_bucket
+from .buckets import Adapter, Bucket, read_bucket
 
 SECONDS_OF_A_STEP = 0.05
 """How long a step waits at most, so that whoever steps can do something else between."""
@@ -53,15 +53,21 @@ class SGLangEngine:
         events, self._events = self._events, []
         return events
 
-    def load_weights(self, buckets: list[Bucket], version: int) -> None:
-        for place, bucket in enumerate(buckets):
-            # Copies, since memory of a mapped file cannot be handed on to the scheduler.
-            weights = [(name, weight.clone()) for name, weight in read_bucket(bucket)]
-            done, told = self._engine.update_weights_from_tensor(
-                weights, flush_cache=place == len(buckets) - 1
-            )[:2]
-            if not done:
-                raise RuntimeError(f"SGLang does not take the weights: {told}")
+    def load_bucket(self, bucket: Bucket, first: bool) -> None:
+        # Copies, since memory of a mapped file cannot be handed on to the scheduler. What comes
+        # from a GPU is one already.
+        weights = [
+            (name, weight if weight.is_cuda else weight.clone())
+            for name, weight in read_bucket(bucket)
+        ]
+        done, told = self._engine.update_weights_from_tensor(weights, flush_cache=False)[:2]
+        if not done:
+            raise RuntimeError(f"SGLang does not take the weights: {told}")
+
+    def use_weights(self, version: int, adapter: Adapter | None) -> None:
+        assert adapter is None, "adapters come merged"
+        if not self._engine.flush_cache().success:
+            raise RuntimeError("SGLang does not drop what it has cached with other weights")
         self._version = version
 
     def score(self, prompt_ids: list[int]) -> list[float]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, get_args
 
 from .base import Event
-from .buckets import Bucket
+from .buckets import Adapter, Bucket, check_adapter
 
 MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 SEEDS = 2**63
@@ -21,16 +21,23 @@ class VllmEngine:
         from vllm import EngineArgs, LLMEngine
 
         reader = f"{__package__}.vllm_worker.WeightReader"
+        if "max_lora_rank" in arguments:
+            arguments = {**arguments, "max_lora_rank": _allowed_rank(arguments["max_lora_rank"])}
         options = EngineArgs(**arguments, worker_extension_cls=reader)
         self._engine = LLMEngine.from_engine_args(options)
         self._can_sleep = bool(arguments.get("enable_sleep_mode"))
         self._version = 0
+        self._is_loading = False
+        self._adapters = 0  # how many there were
+        self._adapter: Any = None
 
     def add(self, number: int, prompt_ids: list[int], params: dict[str, Any], seed: int) -> None:
         from vllm import TokensPrompt
 
         prompt = TokensPrompt(prompt_token_ids=prompt_ids)
-        self._engine.add_request(str(number), prompt, _sampling_params(params, seed))
+        self._engine.add_request(
+            str(number), prompt, _sampling_params(params, seed), lora_request=self._adapter
+        )
 
     def abort(self, number: int) -> None:
         self._engine.abort_request([str(number)])
@@ -41,10 +48,30 @@ class VllmEngine:
     def step(self) -> list[Event]:
         return [self._event(output) for output in self._engine.step()]
 
-    def load_weights(self, buckets: list[Bucket], version: int) -> None:
-        self._engine.collective_rpc("read_weights", args=(buckets,))
+    def load_bucket(self, bucket: Bucket, first: bool) -> None:
+        self._is_loading = True
+        self._engine.collective_rpc("read_weights", args=(bucket, first))
+
+    def use_weights(self, version: int, adapter: Adapter | None) -> None:
+        if self._is_loading:
+            self._engine.collective_rpc("finish_weights")
+            self._is_loading = False
+        if self._adapter is not None:
+            self._engine.remove_lora(self._adapter.lora_int_id)
+        self._adapter = None if adapter is None else self._load_adapter(adapter)
         self._forget()
         self._version = version
+
+    def _load_adapter(self, adapter: Adapter) -> Any:
+        """Under a number of its own: what vLLM keeps by number is not taken for that of another."""
+        from vllm.lora.request import LoRARequest
+
+        check_adapter(adapter)
+        self._adapters += 1
+        request = LoRARequest(f"adapter-{self._adapters}", self._adapters, adapter["path"])
+        if not self._engine.add_lora(request):
+            raise RuntimeError(f"vLLM does not take the adapter in {adapter['path']}")
+        return request
 
     def score(self, prompt_ids: list[int]) -> list[float]:
         self.add(-1, prompt_ids, {"max_tokens": 1, "prompt_logprobs": True}, seed=0)
@@ -57,7 +84,7 @@ class VllmEngine:
     def sleep(self) -> bool:
         self._forget()
         if self._can_sleep:
-            # The weights lie in files already, from which they are read after waking up.
+            # The weights come again after waking up.
             self._engine.sleep(level=2)
         return self._can_sleep
 
@@ -85,6 +112,16 @@ class VllmEngine:
             [_ranked(rank) for rank in ranks],
             _of_prompt(output),
         )
+
+
+def _allowed_rank(rank: int) -> int:
+    """The least rank that vLLM has kernels for, and that holds this one."""
+    from vllm.config.lora import MaxLoRARanks
+
+    allowed = sorted(get_args(MaxLoRARanks))
+    if rank > allowed[-1]:
+        raise ValueError(f"adapters of rank {rank}: vLLM takes {allowed[-1]} at most")
+    return int(min(each for each in allowed if each >= rank))
 
 
 def _ranked(rank: dict[int, Any]) -> list[tuple[int, float]]:

@@ -1,0 +1,82 @@
+"""The norms of `exact` on CUDA: one kernel instead of the seven that transformers calls."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from caldera.models.exact_mode import in_exactness
+
+
+def fuse_norms(module: nn.Module) -> None:
+    """Let every norm of the module that is known here run as one kernel, in exactness on CUDA.
+
+    Whoever runs the module then has the same norms, so that sampler and trainer still agree.
+    """
+    for part in module.modules():
+        if type(part).__name__.endswith("RMSNorm") and "forward" not in part.__dict__:
+            shifted = _kind_of(part)
+            if shifted is not None:
+                part.forward = partial(_forward, part, shifted)
+
+
+def _forward(part: nn.Module, shifted: bool, values: Tensor) -> Tensor:
+    if not (in_exactness() and values.is_cuda):
+        return cast(Tensor, type(part).forward(part, values))
+    normed: Tensor = _Norm.apply(  # type: ignore[no-untyped-call]
+        values, part.weight, _epsilon(part), shifted
+    )
+    return normed
+
+
+def _epsilon(part: nn.Module) -> float:
+    return float(getattr(part, "variance_epsilon", None) or part.eps)  # type: ignore[arg-type]
+
+
+def _kind_of(part: nn.Module) -> bool | None:
+    """Whether the weight is an offset from one; None if the norm is of neither kind."""
+    weight = getattr(part, "weight", None)
+    has_epsilon = hasattr(part, "variance_epsilon") or hasattr(part, "eps")
+    if type(weight) is not nn.Parameter or weight.dim() != 1 or not has_epsilon or weight.is_meta:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(4, len(weight), generator=generator).to(weight)
+    with torch.no_grad():
+        want = part(values)
+        for shifted in (False, True):
+            if torch.equal(rms_norm(values, weight, _epsilon(part), shifted), want):
+                return shifted
+    return None
+
+
+def rms_norm(values: Tensor, weight: Tensor, epsilon: float, shifted: bool) -> Tensor:
+    """As transformers computes it; values (..., K), weight (K,).
+
+    Most models multiply by the weight after rounding; `shifted` ones by one plus it, before that.
+    """
+    normed = values.float()
+    normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + epsilon)
+    if shifted:
+        return (normed * (1.0 + weight.float())).type_as(values)
+    return weight * normed.to(values.dtype)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weight: Tensor, epsilon: float, shifted: bool) -> Tensor:
+        from caldera.models.exact_cuda import rms_norm as fused  # Triton comes with CUDA alone
+
+        ctx.save_for_backward(values, weight)
+        ctx.arguments = epsilon, shifted
+        return fused(values, weight, epsilon, shifted)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            values, weight = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+            normed = rms_norm(values, weight, *ctx.arguments)
+            of_values, of_weight = torch.autograd.grad(normed, (values, weight), grads[0])
+        return of_values, of_weight, None, None

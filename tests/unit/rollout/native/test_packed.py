@@ -1,0 +1,126 @@
+"""Weights in the layout of oneDNN: the same numbers, always of the newest weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from caldera.config import RolloutConfig
+from caldera.config.rollout import NativeRolloutConfig
+from caldera.models.attention import ATTENTION
+from caldera.rollout.base import Request, SamplingParams
+from caldera.rollout.native.engine import NativeRollout
+from caldera.rollout.native.packed import PackedRunner, can_pack
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": 700, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+}  # fmt: skip
+pytestmark = pytest.mark.skipif(
+    not can_pack(nn.Linear(1, 1), torch.float32), reason="this processor has no packed products"
+)
+
+
+def build(config: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    module: nn.Module = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation=ATTENTION
+    )
+    for name, parameter in module.named_parameters():
+        if name.endswith("bias"):  # they begin at nothing
+            nn.init.normal_(parameter)
+    return module.eval()
+
+
+def sampler(module: nn.Module, **keys: Any) -> NativeRollout:
+    config = RolloutConfig(max_model_len=64, max_num_seqs=8, **keys)
+    return NativeRollout(config, module, CPU)
+
+
+def work() -> list[Request]:
+    return [
+        Request(
+            [(7 * i + j) % 700 for j in range(1 + 3 * i)],
+            SamplingParams(max_tokens=4 + i, temperature=[0.0, 1.0, 0.7][i % 3]), seed=i,
+        )
+        for i in range(12)
+    ]  # fmt: skip
+
+
+def assert_alike(module: nn.Module, rollout: NativeRollout, **keys: Any) -> None:
+    want = sampler(module, enforce_eager=True, **keys).generate(work())
+    got = rollout.generate(work())
+    assert [a.token_ids for a in got] == [a.token_ids for a in want]
+    for one, other in zip(got, want, strict=True):
+        assert np.abs(np.subtract(one.log_probs, other.log_probs)).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**SIZES, tie_word_embeddings=True),  # biases
+        LlamaConfig(**SIZES, hidden_act="gelu"),  # a gate that oneDNN is not asked for
+        LlamaConfig(**SIZES, mlp_bias=True, attention_bias=True),
+    ],
+    ids=["biases", "gelu", "all-biases"],
+)
+def test_packed_weights_sample_what_plain_ones_do(config: Any) -> None:
+    module = build(config)
+    rollout = sampler(module)
+    assert isinstance(rollout._runner, PackedRunner)
+    assert_alike(module, rollout)
+
+
+def test_weights_that_change_are_packed_again() -> None:
+    module = build(LlamaConfig(**SIZES))
+    rollout = sampler(module)
+    first = rollout.generate(work())
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    assert_alike(module, rollout)  # nobody has told of a new version
+    assert [a.token_ids for a in rollout.generate(work())] != [a.token_ids for a in first]
+    for parameter in module.parameters():  # which PyTorch does not count as a change
+        parameter.data.mul_(1.5)
+    rollout.version += 1
+    assert_alike(module, rollout)
+
+
+def test_sleep_gives_the_copies_back_and_the_module_is_left_alone() -> None:
+    module = build(LlamaConfig(**SIZES))
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    rollout = sampler(module)
+    rollout.generate(work())
+    twin = rollout._runner._twin  # type: ignore[attr-defined]
+    assert all(pack._packed is not None for pack in twin._packs)
+    rollout.sleep()
+    assert all(pack._packed is None for pack in twin._packs)
+    rollout.wake_up()
+    assert_alike(module, rollout)
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    assert {
+        type(part).__name__ for part in module.modules() if "Part" in type(part).__name__
+    } == set()
+
+
+def test_adapters_are_not_merged() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    module = peft.get_peft_model(build(LlamaConfig(**SIZES)), config).eval()
+    rollout = sampler(module)
+    assert isinstance(rollout._runner, PackedRunner)
+    assert_alike(module, rollout)
+
+
+def test_what_is_not_packed() -> None:
+    module = build(LlamaConfig(**SIZES))
+    exact = sampler(module, native=NativeRolloutConfig(exact=True))
+    mixed = build(LlamaConfig(**SIZES))
+    for rollout in (exact, sampler(module, enforce_eager=True), sampler(mixed, dtype="bfloat16")):
+        assert not isinstance(rollout._runner, PackedRunner)

@@ -1,0 +1,58 @@
+"""Adapters on their way to an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from caldera.models.loading import exported_weights
+from caldera.rollout.engines.adapters import AdapterFolders, adapter_shape, why_merged
+from caldera.rollout.engines.host.caldera_engine.buckets import ADAPTER_FILE, check_adapter
+from caldera.rollout.engines.options import engine_arguments
+from caldera.rollout.engines.weights import ModuleWeights
+
+CPU = torch.device("cpu")
+
+
+def test_a_written_adapter_is_one_of_peft(adapted: Any, build_model: Any, tmp_path: Path) -> None:
+    for weight in adapted.parameters():
+        torch.nn.init.normal_(weight.data, std=0.3)
+    shape = adapter_shape(adapted)
+    assert shape is not None and (shape.rank, shape.targets) == (3, ["q_proj", "up_proj"])
+    folders = AdapterFolders(shape, tmp_path)
+    source = ModuleWeights(adapted)
+    folders.write(source.adapter_weights())
+    assert folders.newest is not None
+    base = build_model("llama")
+    base.load_state_dict(dict(source.export_weights(merged=False)))
+    again = peft.PeftModel.from_pretrained(base, folders.newest["path"])
+    ours, theirs = dict(exported_weights(again)), dict(exported_weights(adapted))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    file = Path(folders.newest["path"]) / ADAPTER_FILE
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match="checksum"):
+        check_adapter(folders.newest)
+
+
+def test_what_cannot_be_an_adapter_is_merged(build_model: Any, config: Any) -> None:
+    def why(name: str = "vllm", **settings: Any) -> str | None:
+        told = {"r": 3, "target_modules": ["q_proj"], **settings}
+        module = peft.get_peft_model(build_model("llama"), peft.LoraConfig("CAUSAL_LM", **told))
+        return why_merged(name, module)
+
+    assert why() is None
+    assert why(rank_pattern={"0.self_attn.q_proj": 4}, use_rslora=True) is None
+    assert "vLLM alone" in str(why("sglang"))
+    assert "whole layers" in str(why(modules_to_save=["lm_head"]))
+    assert "other layers" in str(why(target_modules=["embed_tokens"]))
+
+
+def test_engines_are_told_of_adapters(adapted: Any, config: Any) -> None:
+    shape = adapter_shape(adapted)
+    vllm = engine_arguments("vllm", config(), "/m", CPU, shape)
+    assert (vllm["enable_lora"], vllm["max_lora_rank"], vllm["max_loras"]) == (True, 3, 1)
+    assert "enable_lora" not in engine_arguments("vllm", config(), "/m", CPU)
