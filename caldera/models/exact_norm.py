@@ -18,7 +18,7 @@ def fuse_norms(module: nn.Module) -> None:
     """
     for part in module.modules():
         if type(part).__name__.endswith("RMSNorm") and "forward" not in part.__dict__:
-            shifted = _kind_of(part)
+            shifted = kind_of(part)
             if shifted is not None:
                 part.forward = partial(_forward, part, shifted)
 
@@ -27,16 +27,16 @@ def _forward(part: nn.Module, shifted: bool, values: Tensor) -> Tensor:
     if not (in_exactness() and values.is_cuda):
         return cast(Tensor, type(part).forward(part, values))
     normed: Tensor = _Norm.apply(  # type: ignore[no-untyped-call]
-        values, part.weight, _epsilon(part), shifted
+        values, part.weight, epsilon_of(part), shifted
     )
     return normed
 
 
-def _epsilon(part: nn.Module) -> float:
+def epsilon_of(part: nn.Module) -> float:
     return float(getattr(part, "variance_epsilon", None) or part.eps)  # type: ignore[arg-type]
 
 
-def _kind_of(part: nn.Module) -> bool | None:
+def kind_of(part: nn.Module) -> bool | None:
     """Whether the weight is an offset from one; None if the norm is of neither kind."""
     weight = getattr(part, "weight", None)
     has_epsilon = hasattr(part, "variance_epsilon") or hasattr(part, "eps")
@@ -47,7 +47,7 @@ def _kind_of(part: nn.Module) -> bool | None:
     with torch.no_grad():
         want = part(values)
         for shifted in (False, True):
-            if torch.equal(rms_norm(values, weight, _epsilon(part), shifted), want):
+            if torch.equal(rms_norm(values, weight, epsilon_of(part), shifted), want):
                 return shifted
     return None
 

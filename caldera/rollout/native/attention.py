@@ -118,10 +118,6 @@ def plan_rectangles(lengths: IntArray) -> list[slice]:
     return rows
 
 
-MOST_HEADS = 8
-"""Key heads that are attended to one by one."""
-
-
 class PagedChunks:
     """Parts of sequences, packed: they are kept, and each attends to its sequence up to itself.
 
@@ -299,18 +295,10 @@ class _Rectangle:
         # the query heads that share a key head take the place of query positions
         grouped = query[self._rows].reshape(self._count, heads, -1, head_dim)  # (b, Hkv, G, D)
         mask = self._mask(window, query.dtype)
-        if query.is_cuda or in_exactness() or heads > MOST_HEADS:
-            out = F.scaled_dot_product_attention(
-                grouped, gathered[0], gathered[1], attn_mask=mask, scale=scale
-            )
-            return out.reshape(self._count, -1, head_dim)
-        # On a CPU, PyTorch's kernel takes twice as long for so few queries.
-        parts = []
-        for head in range(heads):
-            key, value = gathered[0][:, head], gathered[1][:, head]  # (b, L, D)
-            scores = torch.baddbmm(mask[:, 0], grouped[:, head], key.mT, alpha=scale)  # (b, G, L)
-            parts.append(torch.bmm(scores.softmax(-1), value))
-        return torch.cat(parts, dim=1)
+        out = F.scaled_dot_product_attention(
+            grouped, gathered[0], gathered[1], attn_mask=mask, scale=scale
+        )
+        return out.reshape(self._count, -1, head_dim)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """What is added to the scores, (b, 1, 1, L): 0 where a token is seen."""

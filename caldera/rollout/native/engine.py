@@ -31,7 +31,8 @@ from caldera.rollout.native.attention import to_device
 from caldera.rollout.native.blocks import PAGE_SIZE, BlockManager, IntArray, pages_for
 from caldera.rollout.native.cache import CacheShape, KVCache, affordable_pages
 from caldera.rollout.native.flights import Flight
-from caldera.rollout.native.packed import PackedRunner, can_pack
+from caldera.rollout.native.packed import PackedRunner
+from caldera.rollout.native.packed_weights import can_pack
 from caldera.rollout.native.runner import Runner
 from caldera.rollout.native.running import Running, Sequence
 from caldera.rollout.native.sampler import sample
@@ -92,6 +93,7 @@ class NativeRollout(StepwiseRollout):
         self._scheduler = Scheduler(
             self._running, self._blocks, config.max_num_batched_tokens,
             config.enable_chunked_prefill, config.enable_prefix_caching,
+            mixes=self.device.type == "cpu",  # elsewhere a step of decoding alone is recorded
         )  # fmt: skip
         self._scheduler.version = self.version
         self._present: dict[int, Sequence] = {}

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from caldera.models.attention import AttentionContext
 from caldera.models.forward import language_head, language_logits
 from caldera.models.head import head_outputs
 from caldera.rollout.native.attention import PagedChunks, PagedDecode, PagedPrefill, to_device
@@ -94,8 +95,11 @@ class Runner:
         return tokens[None]
 
     def _decode(self, step: Decode, cache: KVCache, sampling: SamplingRows | None) -> Output:
-        context = PagedDecode(cache, step.tables, step.lengths, step.slots, self._device)
         tokens = self._tokens(step.token_ids, step.rows)
-        with attending(context):
+        with attending(self._attention(step, cache)):
             hidden = self._trunk(tokens, to_device(step.lengths - 1, self._device)[None])
         return Output(self._logits(hidden), None)
+
+    def _attention(self, step: Decode, cache: KVCache) -> AttentionContext:
+        """How the step's tokens attend."""
+        return PagedDecode(cache, step.tables, step.lengths, step.slots, self._device)

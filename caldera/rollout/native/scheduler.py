@@ -60,7 +60,8 @@ class Scheduler:
     """Steps that are either a prefill of waiting sequences or a decoding of all running ones.
 
     With `chunked`, a step is both: every sequence that can be decoded is, and prompts take what is
-    left of the tokens that a step may have, in pieces if they must.
+    left of the tokens that a step may have, in pieces if they must. With `mixes`, whole prompts run
+    beside the decoding, which does not stop for the few that trickle in.
 
     The cache's pages are not reserved for the longest a sequence may get. When they run out, the
     sequence that arrived last gives its pages back and waits, to be prefilled again with what was
@@ -74,6 +75,7 @@ class Scheduler:
         max_batched_tokens: int,
         chunked: bool = False,
         prefixes: bool = False,
+        mixes: bool = False,
     ) -> None:
         self.preemptions = 0
         self.version = 0
@@ -83,6 +85,7 @@ class Scheduler:
         self._max_batched_tokens = max_batched_tokens
         self._chunked = chunked
         self._prefixes = prefixes
+        self._mixes = mixes
         self._batch_of_admissions = max(1, running.free_rows // ADMISSION_SHARE)
         self._waiting: deque[Sequence] = deque()
 
@@ -103,6 +106,8 @@ class Scheduler:
             return self._mix()
         enough_rows = min(len(self._waiting), self._batch_of_admissions)
         if self._waiting and (not len(self._running) or self._running.free_rows >= enough_rows):
+            if self._mixes and len(self._running):
+                return self._mix()
             plan = _Plan()
             self._admit(plan, self._max_batched_tokens)
             if plan.rows:

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from caldera.models.forward import decoder_layers
 
-GATED = ("gate_proj", "up_proj")
-STACKS = (("q_proj", "k_proj", "v_proj"), GATED)
+STACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that multiply the same input."""
 
 

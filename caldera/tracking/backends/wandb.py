@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from caldera.tracking.loggers import (
     GENERATION_COLUMNS,
@@ -35,7 +36,7 @@ class WandbLogger:
         self._run.log(data, step=step)
 
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:
-        rows = [[step, *sample] for sample in samples]
+        rows: list[Any] = [[step, *sample] for sample in samples]
         table = self._table(columns=list(GENERATION_COLUMNS), data=rows)
         self._run.log({GENERATIONS: table}, step=step)
 
