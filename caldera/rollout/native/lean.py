@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from caldera.models.attention import AttentionContext
 from caldera.models.exact_norm import epsilon_of, kind_of
@@ -32,6 +31,7 @@ def is_lean(layer: nn.Module) -> bool:
         all(type(linear) is nn.Linear for linear in linears)
         and len({linear.bias is None for linear in inward}) == 1
         and mlp.gate_proj.weight.numel() >= SMALLEST
+        and mlp.gate_proj.weight.dtype == torch.float32  # norms become part of the weights
         and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
         and kind_of(parts.input_layernorm) is False
         and kind_of(parts.post_attention_layernorm) is False
@@ -62,7 +62,8 @@ class LeanLayer:
         attention, mlp = parts.self_attn, parts.mlp
         self._attention = attention
         self._rotation = rotation
-        self._first, self._second = parts.input_layernorm, parts.post_attention_layernorm
+        first, second = parts.input_layernorm, parts.post_attention_layernorm
+        self._epsilons = epsilon_of(first), epsilon_of(second)
         self._head_dim = attention.head_dim
         queries = attention.q_proj.out_features // self._head_dim
         keys = attention.k_proj.out_features // self._head_dim
@@ -71,9 +72,11 @@ class LeanLayer:
         self._window = getattr(
             attention.config if is_mistral else attention, "sliding_window", None
         )
-        self._inward = PackedWeight.of(attention.q_proj, attention.k_proj, attention.v_proj)
+        inward = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self._inward = PackedWeight.of(*inward, scale=first.weight)
         self._outward = PackedWeight.of(attention.o_proj)
-        self._gate, self._up = PackedWeight.of(mlp.gate_proj), PackedWeight.of(mlp.up_proj)
+        self._gate = PackedWeight.of(mlp.gate_proj, scale=second.weight)
+        self._up = PackedWeight.of(mlp.up_proj, scale=second.weight)
         self._down = PackedWeight.of(mlp.down_proj)
         self.packs = [self._inward, self._outward, self._gate, self._up, self._down]
 
@@ -87,7 +90,7 @@ class LeanLayer:
     ) -> Tensor:
         """hidden_states (1, T, H)."""
         values = hidden_states[0]
-        heads = self._inward(_norm(values, self._first)).unflatten(-1, (-1, self._head_dim))
+        heads = self._inward(_normed(values, self._epsilons[0])).unflatten(-1, (-1, self._head_dim))
         turned, told = heads.split_with_sizes(self._sizes, 1)
         turned = self._rotation.rotate(turned, *position_embeddings)
         query, key = turned.split_with_sizes(self._sizes_of_turned, 1)
@@ -95,11 +98,12 @@ class LeanLayer:
             self._attention, query, key, told, self._attention.scaling, self._window
         )
         values = self._outward.added(found.flatten(1), values)
-        normed = _norm(values, self._second)
+        normed = _normed(values, self._epsilons[1])
         gated = self._up.gated(normed, self._gate(normed, "swish"))
         return self._down.added(gated, values)[None]
 
 
-def _norm(values: Tensor, norm: nn.Module) -> Tensor:
-    weight = cast(Tensor, norm.weight)
-    return F.rms_norm(values, (len(weight),), weight, epsilon_of(norm))
+def _normed(values: Tensor, epsilon: float) -> Tensor:
+    """values (T, H), each row over the root of its mean square; the norm's weight is packed."""
+    size: Tensor = torch.linalg.vector_norm(values, dim=-1, keepdim=True)  # (T, 1)
+    return values * size.square_().div_(values.shape[-1]).add_(epsilon).rsqrt_()

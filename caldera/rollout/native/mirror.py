@@ -86,7 +86,6 @@ class _Rectangle:
         self._pages = torch.from_numpy(step.tables[rows, :pages].ravel())
         self._capacity = pages * PAGE_SIZE + ROOM  # C
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, (b, Hkv, C, D)
-        self._index = torch.arange(self._count)
         self._set(lengths)
 
     @property
@@ -104,6 +103,14 @@ class _Rectangle:
         self._width = int(lengths.max())  # L
         self._last = torch.from_numpy(lengths - 1)
         self._masks: dict[int | None, Tensor] = {}
+        self._new: Tensor | None = None
+
+    def _cells_of_new(self, heads: int) -> Tensor:
+        """Where the new token of each sequence and head is kept, (b * Hkv,)."""
+        if self._new is None:
+            first = self._capacity * torch.arange(self._count * heads).view(-1, heads)
+            self._new = (first + self._last[:, None]).flatten()
+        return self._new
 
     def attend(
         self, number: int, cache: KVCache, new: tuple[Tensor, Tensor, Tensor], scale: float,
@@ -116,8 +123,9 @@ class _Rectangle:
                 self._gathered(cache.keys[number]), self._gathered(cache.values[number]),
             )  # fmt: skip
         else:
+            cells = self._cells_of_new(pair[0].shape[1])
             for kept, fresh in zip(held, pair, strict=True):
-                kept[self._index, :, self._last] = fresh
+                kept.view(-1, kept.shape[-1]).index_copy_(0, cells, fresh.flatten(0, 1))
         heads, width = pair[0].shape[1:]
         keys, values = (each.flatten(0, 1)[:, : self._width] for each in held)  # (b * Hkv, L, D)
         # the query heads that share a key head take the place of query positions

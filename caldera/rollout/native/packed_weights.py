@@ -28,20 +28,24 @@ def can_pack(module: nn.Module, dtype: torch.dtype) -> bool:
 class PackedWeight:
     """Multiplies by one or more matrices of the same width, laid behind each other."""
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor], scale: Tensor | None = None
+    ) -> None:
         self._weights = list(weights)  # (N, K) each
         self._biases = list(biases)  # (N,) each, or none
+        self._scale = scale  # (K,) that the values are multiplied by first
         self._packed: Tensor | None = None
         self._bias: Tensor | None = None
 
     @classmethod
-    def of(cls, *linears: nn.Linear) -> PackedWeight:
+    def of(cls, *linears: nn.Linear, scale: Tensor | None = None) -> PackedWeight:
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        return cls([linear.weight for linear in linears], biases)
+        return cls([linear.weight for linear in linears], biases, scale)
 
     def pack(self) -> None:
         weights = self._weights
         whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+        whole = whole if self._scale is None else whole * self._scale
         self._packed = torch.ops.mkldnn._reorder_linear_weight(whole.detach(), None)
         self._bias = torch.cat(self._biases).detach() if self._biases else None
 
