@@ -169,7 +169,8 @@ class RolloutConfig(ConfigGroup):
     ignore_eos: bool = False
     """Go on to the full length whatever is sampled."""
     enforce_eager: bool = False
-    """On CUDA, neither compile the native sampler nor record steps: slow, and quick to start."""
+    """Run the model as transformers writes it, in the native sampler: on CUDA neither compiled nor
+    recorded, on a CPU without packed copies of the weights. Slow, and quick to start."""
     cudagraph_capture_sizes: list[int] | None = None
     """On CUDA, batch sizes of which steps are recorded; null: the sampler's own."""
     free_cache_engine: bool = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from caldera.models.attention import AttentionLayer
 from caldera.rollout.native.attention import plan_rectangles
@@ -130,8 +131,13 @@ class _Rectangle:
         keys, values = (each.flatten(0, 1)[:, : self._width] for each in held)  # (b * Hkv, L, D)
         # the query heads that share a key head take the place of query positions
         grouped = query.reshape(self._count * heads, -1, width)  # (b * Hkv, G, D)
-        scores = torch.baddbmm(self._mask(window, heads, query), grouped, keys.mT, alpha=scale)
-        return torch.bmm(scores.softmax(-1), values).view(self._count, -1, width)
+        mask = self._mask(window, heads, query)
+        if query.dtype != torch.float32:  # in which alone products round no more than they must
+            found = F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale)
+        else:
+            scores = torch.baddbmm(mask, grouped, keys.mT, alpha=scale)  # (b * Hkv, G, L)
+            found = torch.bmm(scores.softmax(-1), values)
+        return found.view(self._count, -1, width)
 
     def _gathered(self, pages: Tensor) -> Tensor:
         """Pages (pages, tokens, Hkv, D) of these sequences."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from caldera.models.attention import AttentionContext
-from caldera.models.forward import decoder_layers, language_head
+from caldera.models.forward import base_module, decoder_layers, language_head
 from caldera.rollout.native.cache import KVCache
 from caldera.rollout.native.lean import LeanLayer, Rotation, is_lean
 from caldera.rollout.native.mirror import MOST_BYTES, Mirror, MirroredDecode
@@ -66,9 +66,9 @@ class PackedTwin:
         return packs
 
     def _replace_all(self) -> list[PackedWeight]:
-        packs = []
+        head, packs = base_module(self.module).get_output_embeddings(), []
         for part in self.module.modules():
-            if type(part) is nn.Linear and part.weight.numel() >= SMALLEST:
+            if part is not head and type(part) is nn.Linear and part.weight.numel() >= SMALLEST:
                 pack = PackedWeight.of(part)
                 part.forward = pack  # type: ignore[method-assign,assignment]
                 packs.append(pack)

@@ -81,12 +81,10 @@ class Team:
 
     # ---- the leader
 
-    def tell(
-        self, order: Order, told: Message = NOTHING, patience: timedelta | None = None
-    ) -> None:
+    def tell(self, order: Order, told: Message = NOTHING) -> None:
         """Let the followers do something; returns before they have heard of it, but not before
         they have heard the last order."""
-        self._finish_telling(patience)
+        self._finish_telling()
         first = np.zeros(FIRST_PART, dtype=np.int32)
         first[:2] = order, len(told)
         begun = min(len(told), FIRST_PART - 2)
@@ -98,12 +96,12 @@ class Team:
             for rank in self._followers
         ]
 
-    def _finish_telling(self, patience: timedelta | None = None) -> None:
+    def _finish_telling(self) -> None:
         """Return once the followers have heard the last order."""
         self.raise_notes()
         for work, _ in self._sent:
             if work is not None:
-                work.wait(patience or self._timeout)
+                work.wait(self._timeout)
         self._sent = []
 
     def raise_notes(self) -> None:
@@ -119,12 +117,20 @@ class Team:
         try:
             yield
         except BaseException:
-            with suppress(RuntimeError):  # they may be gone
-                self.tell(Order.FAIL, patience=TO_REPORT)
-                self._finish_telling(TO_REPORT)
+            self._let_go()
             raise
         self.tell(Order.END)
         self._finish_telling()
+
+    def _let_go(self) -> None:
+        """Tell those who can still hear it that it has failed, whoever has."""
+        for rank in self._followers:
+            told = torch.zeros(FIRST_PART, dtype=torch.int32)
+            told[0] = Order.FAIL
+            with suppress(RuntimeError):  # it may be gone
+                work = dist.isend(told, rank, self._control, ORDERS)
+                if work is not None:
+                    work.wait(TO_REPORT)
 
     # ---- a follower
 

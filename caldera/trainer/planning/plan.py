@@ -15,7 +15,7 @@ from caldera.config import (
 from caldera.config.strategies import roles
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.models.loading import DTYPES, shape_of_classifier, shape_of_policy
-from caldera.rollout.native.sharding import check_sizes
+from caldera.rollout.native.sharding import check_sizes, planned_layers
 from caldera.trainer.planning.batches import (
     StepBatches,
     forward_cut,
@@ -146,6 +146,10 @@ def _held_roles(config: PPOTrainerConfig, ranks: int) -> dict[str, Held]:
     parts = config.actor_rollout_ref
     policy = shape_of_policy(parts.model, "actor_rollout_ref.model")
     check_sizes(policy, parts.rollout.tensor_model_parallel_size)
+    if parts.rollout.tensor_model_parallel_size > 1:  # adapters come over merged
+        plain = replace(parts.model, lora_rank=0, lora_adapter_path=None)
+        whole = shape_of_policy(plain, "actor_rollout_ref.model")
+        planned_layers(whole, parts.rollout.tensor_model_parallel_size)
     shape, actor = ModelShape.of(policy), parts.actor
     found = {"actor": _trained(shape, actor, actor.fsdp_config, parts.model, ranks)}
     if needs_reference(config) and not parts.model.has_adapter:

@@ -87,6 +87,24 @@ def test_packed_weights_sample_what_plain_ones_do(config: Any) -> None:
     assert_alike(module, rollout)
 
 
+def test_half_precision() -> None:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this processor does not multiply in bfloat16")
+    module = build(Qwen2Config(**SIZES), torch.bfloat16)
+    rollout = sampler(module)
+    assert isinstance(rollout._runner, PackedRunner)
+    greedy = [Request([3 + i, 9, 200 - i], SamplingParams(6, temperature=0.0), i) for i in range(6)]
+    want = sampler(module, enforce_eager=True).generate(greedy)
+    for one, other in zip(rollout.generate(greedy), want, strict=True):
+        assert abs(one.log_probs[0] - other.log_probs[0]) < 0.05
+
+
+def test_the_head_is_packed_once() -> None:
+    rollout = sampler(build(Qwen2Config(**SIZES, tie_word_embeddings=True)))
+    packs = rollout._runner._twin._packs  # type: ignore[attr-defined]
+    assert sum(pack._weights[0].shape[0] == SIZES["vocab_size"] for pack in packs) == 1
+
+
 def test_sequences_that_grow_far_and_change_places() -> None:
     module = build(LlamaConfig(**SIZES))
     keys = {"max_model_len": 300, "max_num_seqs": 5, "kv_cache_blocks": 60}
