@@ -64,6 +64,8 @@ class WarmPython:
 
     def command(self, module: str, *arguments: str) -> list[str]:
         """Stands for `python -m MODULE ARGUMENTS`."""
+        if not hasattr(os, "pidfd_open"):  # which the server needs, and some Pythons lack
+            return [sys.executable, "-m", module, *arguments]
         here, address = Path(__file__).parent, self._folder / "socket"
         if self._server is None:
             self._server = subprocess.Popen(
@@ -71,8 +73,9 @@ class WarmPython:
                 stdin=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
             while not address.exists():
-                assert self._server.poll() is None
+                assert self._server.poll() is None, "the server could not start"
                 time.sleep(0.01)
+        assert self._server.poll() is None, "the server has ended, and its processes with it"
         client = [sys.executable, "-I", "-S", here / "warm_client.py", address]
         return [*map(str, client), "-m", module, *arguments]
 
@@ -163,7 +166,7 @@ class Lab:
         """An entry point in a process of its own, to its end."""
         return subprocess.run(
             self.warm.command(module, *arguments), env=self.environment | environment, text=True,
-            capture_output=True, check=False,
+            capture_output=True, check=False, timeout=600,
         )  # fmt: skip
 
     def train(self, run_dir: Path, *more: str) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ variables that the interpreter or a library reads once: those are the ones of th
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -17,13 +18,17 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
+
+import numpy
 
 IMPORTED = (
     "caldera.cli", "caldera.trainer.ppo.setup", "caldera.trainer.sft.setup", "pyarrow.parquet",
     "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
+PR_SET_PDEATHSIG = 1
 MOST = 1 << 20
 """Bytes of a command and its environment."""
 
@@ -47,10 +52,13 @@ class Server:
     """Lives as long as its standard input is open."""
 
     def __init__(self, path: str) -> None:
+        self._pid = os.getpid()
+        self._library = ctypes.CDLL(None)
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(path)
+        self._listener.bind(f"{path}.new")
         self._listener.listen()
+        os.rename(f"{path}.new", path)  # whoever sees it there can connect
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(0, selectors.EVENT_READ)
 
@@ -82,6 +90,7 @@ class Server:
             with suppress(OSError):  # it is gone, which is seen next
                 client.sendall(b"%d" % pid)
         else:
+            self._die_with_server()
             self._close()
             client.close()
             for number, stream in enumerate(streams):
@@ -89,6 +98,11 @@ class Server:
         for stream in streams:
             os.close(stream)
         return None if pid else Command(**json.loads(message))
+
+    def _die_with_server(self) -> None:
+        assert self._library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) == 0
+        if os.getppid() != self._pid:  # it died before
+            os._exit(1)
 
     def _tell_end(self, running: Running) -> None:
         _, status = os.waitpid(running.pid, 0)
@@ -123,6 +137,8 @@ def main() -> None:
     os.chdir(command.folder)
     os.environ.clear()
     os.environ.update(command.environment)
+    tempfile.tempdir = None  # may be another one by this environment
+    numpy.random.seed()  # or all copies would draw the same numbers
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:] = [command.folder, *given, *installed]
     option, module, *sys.argv[1:] = command.arguments

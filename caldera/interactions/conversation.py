@@ -57,12 +57,16 @@ class Conversation:
 
     async def _answer(self, messages: Sequence[Message]) -> tuple[bool, str, float]:
         reply = await self.interaction.generate_response(self._instance, messages, **self._kwargs)
-        if not isinstance(reply, tuple) or len(reply) != 4:
+        if not isinstance(reply, tuple | list) or len(reply) != 4:
             raise TypeError(
                 f"{type(self.interaction).__name__}.generate_response must return (is over, text, "
                 f"score, dict), got {reply!r:.200}"
             )
         is_over, text, score, _ = reply
+        if is_over and text is None:  # nobody is going to read it
+            text = ""
+        if score is None:
+            score = 0.0
         if not isinstance(text, str):
             raise TypeError(f"an answer must be text, got a {type(text).__name__}")
         if not math.isfinite(score):
@@ -78,19 +82,31 @@ class Conversation:
                 return await work(*args, **kwargs)
         except MISTAKES_OF_THE_RUN:
             raise
+        except asyncio.CancelledError as error:
+            if _is_cancelled():  # and not just something that the interaction itself waited for
+                raise
+            return self._failed(error, "error", "it was given up")
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- of the interaction's own code
-            outcome = "timeout" if limit.expired() else "error"
-            self.failures[outcome] = self.failures.get(outcome, 0) + 1
-            told = str(error) or type(error).__name__
             if limit.expired():
                 told = f"there was no answer within {self.interaction.timeout:g} s"
-            _report(self.interaction, error)
-            return _Failed(told)
+                return self._failed(error, "timeout", told)
+            return self._failed(error, "error", str(error) or type(error).__name__)
+
+    def _failed(self, error: BaseException, outcome: str, told: str) -> _Failed:
+        self.failures[outcome] = self.failures.get(outcome, 0) + 1
+        _report(self.interaction, error)
+        return _Failed(told)
 
 
 class _Failed:
     def __init__(self, told: str) -> None:
         self.told = told
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody has cancelled the task that runs."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 _reported: set[tuple[str, type[BaseException]]] = set()

@@ -218,8 +218,9 @@ class Server:
             connection.lost.set()
             raise ConnectionError(f"the server {self.name} is gone") from error
         except MCPError as error:
-            # A server that was started anew refuses requests of the session of before.
-            if error.code in (CONNECTION_CLOSED, INVALID_REQUEST):
+            # What the library says where a server that was started anew does not know the session.
+            is_unknown = (error.code, error.message) == (INVALID_REQUEST, "Session terminated")
+            if error.code == CONNECTION_CLOSED or ("url" in self._entry and is_unknown):
                 connection.lost.set()
                 raise ConnectionError(f"the server {self.name} is gone: {error.message}") from error
             raise RuntimeError(error.message) from error

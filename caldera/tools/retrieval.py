@@ -75,9 +75,10 @@ class RetrieverClient:
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
         """The best passages of each query. RetrievalFailed if the service does not give them."""
         pause = self._first_pause
+        sent = list(map(encodable, queries))
         for attempts_left in reversed(range(self._attempts)):
             try:
-                return _read(await self._post(list(queries)), len(queries))
+                return _read(await self._post(sent), len(sent))
             except _Unavailable as error:
                 if not attempts_left:
                     raise RetrievalFailed(f"the search engine does not work: {error}") from error
@@ -100,7 +101,9 @@ class RetrieverClient:
             # The timeout is that of the whole answer: one that comes in drops is none.
             async with connections.places, asyncio.timeout(self._timeout):
                 response = await connections.client.post(self.url, json=request)
-        except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:
+        except (httpx2.InvalidURL, UnicodeError) as error:
+            raise RetrievalFailed(f"the search engine cannot be asked: {error}") from error
+        except httpx2.HTTPError as error:
             raise _Unavailable(str(error) or type(error).__name__) from error
         except TimeoutError as error:
             raise _Unavailable(f"no answer within {self._timeout:g} s") from error

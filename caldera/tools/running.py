@@ -235,12 +235,21 @@ def _checked(answer: Any, tool: BaseTool) -> tuple[ToolResponse, float | None, d
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics as they can be written to a dump."""
-    read: dict[str, Any] = json.loads(json.dumps(dict(metrics), default=_plain_value))
+    read: dict[str, Any] = json.loads(json.dumps(_named(dict(metrics)), default=_plain_value))
     return read
 
 
 def _plain_value(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    return _named(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def _named(value: Any) -> Any:
+    """The value with texts as the keys of its mappings, as JSON has them."""
+    if isinstance(value, Mapping):
+        return {str(key): _named(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_named(item) for item in value]
+    return value
 
 
 def _is_cancelled() -> bool:

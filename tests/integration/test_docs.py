@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from caldera.config import PPOTrainerConfig, config_to_dict, known_keys, load_co
 from caldera.config.loader import SCHEMAS
 from caldera.config.migrate import MOVED_SUPERVISED, moved_to
 from caldera.demo import run as demo
+from tests.generation_trials import free_port
 
 if TYPE_CHECKING:
     from tests.conftest import WarmPython
@@ -107,11 +107,6 @@ def after_make_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return str(probe.getsockname()[1])
-
-
 EXECUTED = [page for page in PAGES if any(not block["reason"] for block in blocks(page))]
 
 
@@ -124,7 +119,7 @@ def test_the_commands_of_a_page_run(
     shutil.copytree(after_make_demo, tmp_path, dirs_exist_ok=True)
     for block in blocks(page):
         if not block["reason"]:
-            script = block["script"].replace(PORT, free_port())
+            script = block["script"].replace(PORT, str(free_port()))
             run_script(script, tmp_path, None if page == PAGES[0] else warm)
     assert logged_names(tmp_path)
     undocumented = [n for n in logged_names(tmp_path) if not is_documented_metric(n)]

@@ -19,15 +19,10 @@ from caldera.errors import ConfigError
 from caldera.tools.loading import load_tools
 from caldera.tools.parsing import FunctionCall
 from caldera.tools.running import ToolOutcome, ToolRunner, ToolState
+from tests.generation_trials import free_port
 
 SERVER = Path(__file__).parents[1] / "data/mcp/server.py"
 STDIO = {"command": sys.executable, "args": [str(SERVER)], "type": "stdio"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -113,6 +108,24 @@ def test_a_server_that_died_is_started_again(tmp_path: Path) -> None:
         died = run(runner, ("die", {}))[0]
         assert died.status == "error" and "the server tests is gone" in died.text
         assert run(runner, ("add", {"a": 1}))[0].text == "2"
+    finally:
+        asyncio.run(runner.close())
+
+
+@pytest.mark.parametrize("transport", ["stdio", "http"])
+def test_a_refused_request_is_an_outcome(tmp_path: Path, transport: str, address: str) -> None:
+    """The connection stays: it is everybody's."""
+    server = STDIO if transport == "stdio" else {"url": address}
+    tools = load_tools(written(tmp_path, server, ["refuse", "wait"], timeout=20))
+    runner = ToolRunner(tools, max_parallel_calls=3)
+    messages = ["not like this", *["Session terminated"] * (transport == "stdio")]
+    try:
+        calls = [("refuse", {"message": message}) for message in messages]
+        *refused, waited = run(runner, *calls, ("wait", {"seconds": 0.5}))
+        assert [outcome.text for outcome in refused] == [
+            f"Error when executing tool: {message}" for message in messages
+        ]
+        assert waited.text == "waited"
     finally:
         asyncio.run(runner.close())
 

@@ -71,18 +71,17 @@ def test_sandbox_fusion_runs_on_a_server(tmp_path: Path) -> None:
 
 
 def test_a_program_that_forks_without_end_is_an_outcome(tmp_path: Path) -> None:
-    (tool,) = tools(tmp_path, ("PythonTool", {"default_timeout": 2.0}))
-    runner = ToolRunner([tool], max_response_length=10_000)
-
-    def outcome_of(code: str) -> ToolOutcome:
+    def outcome_of(code: str, seconds: float) -> ToolOutcome:
+        (tool,) = tools(tmp_path, ("PythonTool", {"default_timeout": seconds}))
+        runner = ToolRunner([tool], max_response_length=10_000)
         call = FunctionCall(tool.name, json.dumps({"code": code}))
         (outcome,) = asyncio.run(runner.run([call], ToolState()))
         return outcome
 
-    forked = outcome_of("import os\nwhile True: os.fork()")
+    forked = outcome_of("import os\nwhile True: os.fork()", 2.0)
     assert forked.status == "ok" and forked.metrics["status"] != "ok"
     assert "Error" in forked.text or "was ended" in forked.text
-    assert outcome_of("print(6 * 7)").text == "42\n", "the next program runs as ever"
+    assert outcome_of("print(6 * 7)", 10.0).text == "42\n", "the next program runs as ever"
 
 
 def test_a_server_that_is_down_is_told_the_model(

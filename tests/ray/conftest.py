@@ -183,6 +183,11 @@ class RealNodes:
             found |= node.processes_of_runs()
         return found
 
+    def restore(self) -> None:
+        """Have a second node again if a test has lost it and not come to add another."""
+        if all(node.process.poll() is not None for node in self.others):
+            self.add()
+
     @staticmethod
     def is_running(pid: int) -> bool:
         return pid in living()
@@ -192,8 +197,17 @@ class RealNodes:
             node.end()
 
 
+@pytest.fixture
+def nodes(nodes_of_session: RealNodes) -> Iterator[RealNodes]:
+    """A real head and at least one more real node."""
+    try:
+        yield nodes_of_session
+    finally:
+        nodes_of_session.restore()
+
+
 @pytest.fixture(scope="session")
-def nodes() -> Iterator[RealNodes]:
+def nodes_of_session() -> Iterator[RealNodes]:
     """A real head and a second real node on this machine, which examples/cluster has started."""
     nodes = RealNodes()
     try:

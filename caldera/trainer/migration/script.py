@@ -14,6 +14,7 @@ from caldera.trainer.migration.expansions import (
     is_of_shell,
     literal,
     names_in,
+    pieces,
     plain,
     quoted,
 )
@@ -205,8 +206,8 @@ class Script:
                 place += 2
             elif character in "$`":
                 end = after_expansion(raw, place)
-                value = self._variable(raw[place:end])
-                yield value, not in_double and not is_of_shell(value)
+                for piece, expands in pieces(self._variable(raw[place:end])):
+                    yield piece, not in_double and not expands
                 place = end
             else:
                 yield character, False

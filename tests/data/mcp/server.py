@@ -7,9 +7,11 @@ import os
 import sys
 from typing import Literal
 
+from mcp import MCPError
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Context
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp_types import INVALID_REQUEST
 
 server = MCPServer("tests", log_level="ERROR")
 
@@ -43,6 +45,12 @@ def who(context: Context) -> str:
 def die() -> str:
     """Ends the server, without a word."""
     os._exit(1)
+
+
+@server.tool()
+def refuse(message: str) -> str:
+    """Calls the request invalid."""
+    raise MCPError(INVALID_REQUEST, message)
 
 
 if len(sys.argv) > 1:

@@ -11,6 +11,7 @@ import pytest
 
 from caldera.errors import ConfigError, DataError
 from caldera.interactions.base import BaseInteraction
+from caldera.interactions.conversation import Conversation
 from caldera.interactions.gsm8k_interaction import Gsm8kInteraction
 from caldera.interactions.loading import load_interactions
 from caldera.interactions.scripted import ScriptedInteraction
@@ -119,3 +120,68 @@ def test_timeouts_are_seconds(timeout: Any) -> None:
         ScriptedInteraction({"name": "quiz", "timeout": timeout})
     assert ScriptedInteraction({"name": "quiz", "timeout": None}).timeout is None
     assert ScriptedInteraction({"name": "quiz"}).timeout == 600
+
+
+class Odd(BaseInteraction):
+    """Replies what it was given, or raises it."""
+
+    def __init__(self, reply: Any) -> None:
+        super().__init__({"name": "odd"})
+        self.reply = reply
+
+    async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
+        if isinstance(self.reply, BaseException):
+            raise self.reply
+        return self.reply
+
+
+def answer_of(reply: Any) -> tuple[tuple[bool, str, float], dict[str, int]]:
+    conversation = Conversation(Odd(reply), "id", {"interaction_kwargs": {}})
+    return wait_for(conversation.answer([])), conversation.failures
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ((True, None, 1.0, {}), (True, "", 1.0)),
+        ((False, "and?", None, {}), (False, "and?", 0.0)),
+        ([False, "and?", 0.5, {}], (False, "and?", 0.5)),
+    ],
+)
+def test_replies_that_say_less_are_fine(reply: Any, answer: tuple[bool, str, float]) -> None:
+    assert answer_of(reply) == (answer, {})
+
+
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        ((False, None, 1.0, {}), "an answer must be text, got a NoneType"),
+        ((True, 1, 1.0, {}), "an answer must be text, got a int"),
+        ((True, "a", float("nan"), {}), "is not finite"),
+        ("abcd", "must return"),
+        (asyncio.CancelledError(), "given up"),
+    ],
+)
+def test_replies_that_are_none(reply: Any, told: str) -> None:
+    (is_over, text, score), failures = answer_of(reply)
+    assert (is_over, score, failures) == (False, 0.0, {"error": 1})
+    assert text.startswith("Error when answering: ") and told in text
+
+
+def test_a_trajectory_that_is_cancelled_ends() -> None:
+    class Silent(Odd):
+        async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
+            asked.set()
+            await asyncio.Event().wait()
+
+    asked = asyncio.Event()
+
+    async def give_up() -> None:
+        conversation = Conversation(Silent(None), "id", {"interaction_kwargs": {}})
+        answering = asyncio.create_task(conversation.answer([]))
+        await asked.wait()
+        answering.cancel()
+        await asyncio.wait([answering])
+        assert answering.cancelled() and conversation.failures == {}
+
+    asyncio.run(give_up())

@@ -165,6 +165,17 @@ def test_metrics_can_be_written_to_a_dump():
     assert outcome.metrics == {"a": "{1}", "b": 0.5, "c": [1, 2]}
 
 
+def test_metrics_may_have_any_keys():
+    async def measure(parameters):
+        return ToolResponse(""), None, {(1, 2): {None: 3}, 4: [{("a",): 5}], "b": ({6: 7},)}
+
+    (outcome,) = run(Recording(measure), ("note", {}))
+    assert outcome.status == "ok"
+    assert outcome.metrics == {
+        "(1, 2)": {"None": 3}, "4": [{"('a',)": 5}], "b": [{"6": 7}],
+    }  # fmt: skip
+
+
 def test_a_function_that_exits_is_told():
     @function_tool
     def leave_at_once() -> str:

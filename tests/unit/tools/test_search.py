@@ -159,6 +159,17 @@ def test_a_refusal_is_final(service: Service) -> None:
     assert len(service.requests) == 1
 
 
+def test_a_query_that_cannot_be_sent_is_mended(service: Service) -> None:
+    assert len(asyncio.run(ask(client_of(service, attempts=1), "half \ud83d", "b"))) == 2
+    assert [request["queries"] for request in service.requests] == [["half ?", "b"]]
+
+
+def test_an_address_that_makes_no_sense_is_not_tried_again() -> None:
+    client = RetrieverClient("http://127.0.0.1:port/retrieve", first_pause=3600)
+    with pytest.raises(RetrievalFailed, match=r"cannot be asked: .*port"):
+        asyncio.run(asyncio.wait_for(ask(client, "a"), 30))
+
+
 def test_attempts_end(service: Service) -> None:
     service.script = [500] * 3
     with pytest.raises(RetrievalFailed, match="does not work: status 500"):

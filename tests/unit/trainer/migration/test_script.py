@@ -61,6 +61,7 @@ def test_it_agrees_with_bash(text: str, tmp_path: Path) -> None:
         "files=(a 'b c'); run n=${#files[@]} f=\"${files[1]}\"",
         "export HELD=~/hf:'$x'; run 'l=${actor.lr}' \"p=[\\\"$HOME\\\"]\"",
         "P=${HOME}:x; export HELD=$P; run a=\"$P\"",
+        "x=\"a=1 b=$HOME/b c=$HOME/c d=`pwd` e=$(($(echo 3) + 1))\"; run $x f=$x \"$x\"",
     ],
 )  # fmt: skip
 def test_what_is_left_to_a_shell_means_the_same_there(text: str, tmp_path: Path) -> None:
@@ -101,6 +102,13 @@ def test_what_only_a_shell_knows_stays_as_it_is() -> None:
         '"$@": the script\'s own arguments come here',
         '"${more[@]}": not set in the script, left out',
     ]
+
+
+def test_words_of_a_variable_are_told_apart_around_what_only_a_shell_knows() -> None:
+    text = 'x="a=1 b=$HOME/b c=$(basename a b)"\nrun $x "$x"'
+    assert Script(text).launches[0].words == [
+        "run", "a=1", "b=$HOME/b", "c=$(basename a b)", "a=1 b=$HOME/b c=$(basename a b)",
+    ]  # fmt: skip
 
 
 def test_a_comment_amid_a_command_is_told() -> None:
