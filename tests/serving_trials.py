@@ -149,6 +149,9 @@ class ServingTrials:
                     asyncio.create_task(listen(client, number, begun)) for number in range(STREAMS)
                 ]
                 while not all(begun):
+                    for task in listening:
+                        if task.done():  # it has failed, and would never begin
+                            task.result()
                     await asyncio.sleep(0.01)
                 assert max(begun) < TOKENS, "they are in their midst"
                 os.kill(rollout.pids[0], signal.SIGKILL)

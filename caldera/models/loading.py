@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
@@ -158,6 +159,9 @@ def _shape(factory: Any, config: ModelSource, key: str, **extra: Any) -> PreTrai
             model: PreTrainedModel = factory.from_config(
                 found, attn_implementation=ATTENTION, trust_remote_code=remote
             )
+    if model.can_generate():
+        with suppress(OSError):  # without a file of its own it is what config.json says of it
+            model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -21,6 +22,8 @@ from caldera.serving.metrics import FAILED, ServerMetrics
 from caldera.serving.reading import BadField
 from caldera.serving.recording import Recorder, Turn
 from caldera.serving.streaming_text import StreamingText
+
+logger = logging.getLogger(__name__)
 
 
 class Unavailable(CalderaError):
@@ -67,25 +70,22 @@ class Jobs:
 
     async def whole(self, job: Job) -> dict[str, Any]:
         """The answer to a request that is not streamed."""
-        self._metrics.running.add()
         tasks = [asyncio.ensure_future(self._sampler.generate(each)) for each in job.samples]
         try:
             completions = await asyncio.gather(*tasks)
             for index, completion in enumerate(completions):
                 self._take_down(job, index, completion)
-        except asyncio.CancelledError:
-            self._metrics.cancelled.add()
-            raise
         finally:
             for task in tasks:
                 task.cancel()
-            self._metrics.running.add(-1)
         self._metrics.seconds.observe(time.monotonic() - job.began)
         return job.answer.whole(completions)
 
     async def events(self, job: Job) -> AsyncGenerator[bytes, None]:
-        """The events of a stream; an error that comes up after the first is one, too."""
-        self._metrics.running.add()
+        """The events of a stream; an error that comes up after the first is one, too.
+
+        Whoever asks for the first counts what becomes of the request until that is there.
+        """
         status, has_begun = 0, False
         try:
             async with aclosing(self._chunks(job)) as chunks:
@@ -96,16 +96,23 @@ class Jobs:
             status = 200
             yield b"data: [DONE]\n\n"
         except CalderaError as error:
-            status, content = failure(error)
             if not has_begun:
                 raise
+            status, content = failure(error)
             yield _event(content)
+        except Exception as error:
+            if not has_begun:
+                raise
+            logger.exception("POST %s failed in the midst of its stream", job.answer.asked.path)
+            status = FAILED
+            yield _event(error_content(status, f"{type(error).__name__}: {error}"))
         finally:
-            self._metrics.running.add(-1)
-            if not status:
-                self._metrics.cancelled.add()
-            elif has_begun:
-                self._metrics.count(job.answer.asked.path, status)
+            if has_begun:
+                self._metrics.running.add(-1)
+                if status:
+                    self._metrics.count(job.answer.asked.path, status)
+                else:
+                    self._metrics.cancelled.add()
 
     async def _chunks(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
         answer, asked = job.answer, job.answer.asked
@@ -146,14 +153,14 @@ class Jobs:
 
     async def _pieces(self, job: Job) -> AsyncGenerator[tuple[int, Piece], None]:
         """The pieces of all samples as they come, with the place of each among the samples."""
-        arrived: asyncio.Queue[tuple[int, Piece | CalderaError]] = asyncio.Queue()
+        arrived: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
 
         async def listen(index: int, sample: Sample) -> None:
             try:
                 async with aclosing(self._sampler.stream(sample)) as pieces:
                     async for piece in pieces:
                         arrived.put_nowait((index, piece))
-            except CalderaError as error:
+            except Exception as error:  # noqa: BLE001 -- whoever waits for pieces raises it
                 arrived.put_nowait((index, error))
 
         listeners = [asyncio.create_task(listen(*each)) for each in enumerate(job.samples)]
@@ -161,7 +168,7 @@ class Jobs:
         try:
             while running:
                 index, piece = await arrived.get()
-                if isinstance(piece, CalderaError):
+                if isinstance(piece, Exception):
                     raise piece
                 if is_first:
                     self._metrics.first.observe(time.monotonic() - job.began)

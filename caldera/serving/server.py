@@ -209,26 +209,40 @@ class SessionServer:
         return json_reply({"session": name, "requests": requests, "trajectories": made})
 
     async def _answer(self, path: str, request: Request) -> Reply | Stream:
+        """The request runs from here on; `Jobs.events` says when one in a stream has ended."""
+        metrics = self.metrics
+        metrics.running.add()
+        reply: Reply | Stream | None = None
+        try:
+            reply = await self._reply(path, request)
+            if isinstance(reply, Reply):
+                metrics.count(path, reply.status)
+        except asyncio.CancelledError:
+            metrics.cancelled.add()
+            raise
+        except Exception:
+            metrics.count(path, FAILED)
+            raise
+        finally:
+            if not isinstance(reply, Stream):
+                metrics.running.add(-1)
+        return reply
+
+    async def _reply(self, path: str, request: Request) -> Reply | Stream:
         try:
             job = await self._take_in(path, request)
-            if job.answer.asked.streams:
-                events = self._jobs.events(job)
-                return Stream(chained(await anext(events), events))
-            reply = json_reply(await self._jobs.whole(job))
+            if not job.answer.asked.streams:
+                return json_reply(await self._jobs.whole(job))
+            events = self._jobs.events(job)
+            return Stream(chained(await anext(events), events))
         except CalderaError as error:
             status, content = failure(error)
-            reply = json_reply(content, status)
-        except Exception:
-            self.metrics.count(path, FAILED)
-            raise
-        self.metrics.count(path, reply.status)
-        return reply
+            return json_reply(content, status)
 
     async def _take_in(self, path: str, request: Request) -> Job:
         """What is asked for; raises if that cannot be answered."""
         began = time.monotonic()
-        if self._away is not None:
-            raise Unavailable(self._away)
+        self._check_open()
         fields = await _beside(request, lambda: read_fields(path, request.body))
         self._check_name(fields)
         session = session_of(fields, request.headers)
@@ -245,6 +259,7 @@ class SessionServer:
             self.metrics.encoded_again.add(encoded_again)
         seed = self._seed_of(session, number)
         asked = read_request(path, fields, prompts, self._model, seed, session)
+        self._check_open()  # again: a large request may have been read for seconds
         self.metrics.read.add(sum(map(len, prompts)))
         answer = Answer(asked, self._model, self._parser)
         return Job(answer, began, session, number, chat, sampled)
@@ -254,6 +269,10 @@ class SessionServer:
         if own is not None:  # whatever the session is called
             return derive_seed(own, "request", number)
         return None if self._seed is None else derive_seed(self._seed, session or "", number)
+
+    def _check_open(self) -> None:
+        if self._away is not None:
+            raise Unavailable(self._away)
 
     def _check_name(self, fields: Fields) -> None:
         name, model = fields.get("model"), self._model

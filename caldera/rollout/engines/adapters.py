@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from caldera.errors import RolloutError
 from caldera.models.adapters import ADAPTER, adapted_layers, saved_name
 from caldera.models.forward import base_module
 from caldera.rollout.engines.files import SHARED_MEMORY
@@ -21,6 +24,10 @@ from caldera.rollout.engines.host.caldera_engine.buckets import (
     Adapter,
     file_checksum,
 )
+from caldera.rollout.engines.options import KEY
+
+LARGEST_RANK = 512
+"""That vLLM has kernels for."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,24 @@ def why_merged(name: str, module: nn.Module) -> str | None:
     for layer in adapted_layers(base_module(module)).values():
         if ADAPTER in layer.lora_embedding_A or layer.fan_in_fan_out:
             return "it adapts other layers than linear ones"
+    shape = adapter_shape(module)
+    if shape is not None and shape.rank > LARGEST_RANK:
+        return f"its rank is {shape.rank}, and vLLM takes {LARGEST_RANK} at most"
     return None
+
+
+@contextmanager
+def told_of_merging(has_adapter: bool) -> Iterator[None]:
+    """If an engine fails with an adapter, the error says how to do without."""
+    try:
+        yield
+    except (RolloutError, RuntimeError, ValueError) as error:
+        if not has_adapter:
+            raise
+        raise RolloutError(
+            f"{error}\nIf it is the LoRA adapter that vLLM cannot have: "
+            f"{KEY}.engine_kwargs.vllm.enable_lora=False merges it into the weights"
+        ) from error
 
 
 class AdapterFolders:

@@ -22,6 +22,7 @@ from caldera.rollout.engines.adapters import (
     AdapterFolders,
     AdapterShape,
     adapter_shape,
+    told_of_merging,
     why_merged,
 )
 from caldera.rollout.engines.cuda_ipc import CudaBuckets
@@ -66,23 +67,31 @@ def _build(
     adapter = _adapter(name, config, module)
     arguments = engine_arguments(name, config, str(folder), device, adapter)
     arguments["dtype"] = str(dtype).removeprefix("torch.")
+    with told_of_merging(adapter is not None):
+        engines = _start(name, config, arguments, device)
+    weights = _weights(config, dtype, device, engines, adapter)
+    return EngineRollout(name, config, module, device, engines, weights, dtype, folder)
+
+
+def _start(
+    name: str, config: RolloutConfig, arguments: dict[str, Any], device: torch.device
+) -> list[SteppedEngine]:
     environment = engine_environment(name, config, device)
     python = config.engine_python
     if python is None and name == "vllm" and config.data_parallel_size == 1:
         os.environ.update({key: os.environ.get(key, value) for key, value in environment.items()})
-        engines: list[SteppedEngine] = [_in_this_process(arguments)]
-    else:
-        # SGLang, when it is shut down, ends every child of the process that it is in.
-        path = sys.executable if python is None else os.path.expanduser(python)
-        rank = int(os.environ.get("RANK", "0"))
+        return [_in_this_process(arguments)]
+    # SGLang, when it is shut down, ends every child of the process that it is in.
+    path = sys.executable if python is None else os.path.expanduser(python)
+    rank = int(os.environ.get("RANK", "0"))
 
-        def start(replica: int) -> SteppedEngine:
-            return EngineProcess(path, name, reseeded(name, arguments, rank, replica), environment)
+    def start(replica: int) -> SteppedEngine:
+        return EngineProcess(path, name, reseeded(name, arguments, rank, replica), environment)
 
-        with ThreadPoolExecutor(config.data_parallel_size) as pool:  # all at once
-            engines = list(pool.map(start, range(config.data_parallel_size)))
-    weights = _weights(config, dtype, device, engines, adapter)
-    return EngineRollout(name, config, module, device, engines, weights, dtype, folder)
+    # vLLM measures free memory while it starts: on a GPU each waits for the one before.
+    at_once = 1 if device.type == "cuda" else config.data_parallel_size
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(start, range(config.data_parallel_size)))
 
 
 def _adapter(name: str, config: RolloutConfig, module: nn.Module) -> AdapterShape | None:

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from caldera.models.loading import exported_weights
-from caldera.rollout.engines.adapters import AdapterFolders
+from caldera.rollout.engines.adapters import AdapterFolders, told_of_merging
 from caldera.rollout.engines.cuda_ipc import CudaBuckets
 from caldera.rollout.engines.files import NamedWeights, WeightFiles
 from caldera.rollout.engines.host.caldera_engine.base import SteppedEngine
@@ -109,7 +109,9 @@ class EngineWeights:
                 stream = self._source.export_weights(merged=self._adapters is None)
                 self._cuda.push(stream, engine)
             self._bare.discard(place)
-        engine.use_weights(version, None if self._adapters is None else self._adapters.newest)
+        adapter = None if self._adapters is None else self._adapters.newest
+        with told_of_merging(adapter is not None):
+            engine.use_weights(version, adapter)
         self.lacking.discard(place)
 
     def close(self) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
 import pytest
 import torch
 
+from caldera.errors import RolloutError
 from caldera.models.loading import exported_weights
+from caldera.rollout import ROLLOUTS
 from caldera.rollout.engines.adapters import AdapterFolders, adapter_shape, why_merged
+from caldera.rollout.engines.files import WeightFiles
 from caldera.rollout.engines.host.caldera_engine.buckets import ADAPTER_FILE, check_adapter
 from caldera.rollout.engines.options import engine_arguments
-from caldera.rollout.engines.weights import ModuleWeights
+from caldera.rollout.engines.weights import EngineWeights, ModuleWeights
 
 CPU = torch.device("cpu")
 
@@ -49,6 +53,35 @@ def test_what_cannot_be_an_adapter_is_merged(build_model: Any, config: Any) -> N
     assert "vLLM alone" in str(why("sglang"))
     assert "whole layers" in str(why(modules_to_save=["lm_head"]))
     assert "other layers" in str(why(target_modules=["embed_tokens"]))
+    assert why(r=512) is None
+    assert "its rank is 513" in str(why(rank_pattern={"0.self_attn.q_proj": 513}))
+
+
+@pytest.mark.parametrize("kind", [RolloutError, RuntimeError, ValueError])
+def test_errors_with_an_adapter_say_how_to_do_without(
+    adapted: Any, config: Any, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise kind("no adapters for this model")
+
+    monkeypatch.setattr("caldera.rollout.engines.build.EngineProcess", refuse)
+    key = r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.enable_lora=False"
+    asked = config(name="vllm", engine_python="python")
+    with pytest.raises(RolloutError, match=rf"no adapters for this model\n.*{key}"):
+        ROLLOUTS["vllm"](asked, adapted, CPU)
+    merged = config(
+        name="vllm", engine_python="python", engine_kwargs={"vllm": {"enable_lora": False}}
+    )
+    with pytest.raises(kind, match=r"no adapters for this model$"):
+        ROLLOUTS["vllm"](merged, adapted, CPU)
+    shape = adapter_shape(adapted)
+    assert shape is not None
+    weights = EngineWeights(1, WeightFiles(torch.float32, 1 << 20), AdapterFolders(shape))
+    weights.take(ModuleWeights(adapted))
+    engine: Any = SimpleNamespace(load_bucket=lambda *_: None, use_weights=refuse)
+    with pytest.raises(RolloutError, match=key):
+        weights.push(0, engine, 1)
+    weights.close()
 
 
 def test_engines_are_told_of_adapters(adapted: Any, config: Any) -> None:

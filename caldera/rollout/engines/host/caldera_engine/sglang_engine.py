@@ -63,6 +63,8 @@ class SGLangEngine:
         done, told = self._engine.update_weights_from_tensor(weights, flush_cache=False)[:2]
         if not done:
             raise RuntimeError(f"SGLang does not take the weights: {told}")
+        if "cuda" in bucket:
+            _give_back(weights)
 
     def use_weights(self, version: int, adapter: Adapter | None) -> None:
         assert adapter is None, "adapters come merged"
@@ -149,6 +151,15 @@ class SGLangEngine:
             del self._tasks[event.number]
         self._events.append(event)
         self._told.set()
+
+
+def _give_back(weights: list[tuple[str, Any]]) -> None:
+    """Free copies on a GPU that the scheduler has read: the cache needs the memory."""
+    import torch
+
+    weights.clear()
+    torch.cuda.ipc_collect()
+    torch.cuda.empty_cache()
 
 
 def _of_prompt(meta: dict[str, Any]) -> list[float]:

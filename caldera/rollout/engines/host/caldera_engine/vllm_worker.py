@@ -23,6 +23,7 @@ class WeightReader:
 
     def finish_weights(self: Any) -> None:
         """The last bucket has been read. Adapters, and what was cached of inputs, are dropped."""
+        import torch
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -32,3 +33,5 @@ class WeightReader:
         runner.reset_lora_state()
         runner.reset_encoder_cache()
         runner.reset_mm_cache()
+        if torch.cuda.is_initialized():  # copies of what came are not needed any more
+            torch.cuda.empty_cache()
