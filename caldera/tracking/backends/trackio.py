@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from caldera.tracking.loggers import (
     GENERATION_COLUMNS,
@@ -21,7 +22,7 @@ class TrackioLogger:
         import trackio
 
         self._table = trackio.Table
-        self._run = trackio.init(
+        self._run: Any = trackio.init(
             project=run.project_name, name=run.experiment_name, config=run.config, embed=False
         )
 

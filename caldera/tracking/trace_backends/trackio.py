@@ -17,7 +17,7 @@ class TrackioTraces:
         import trackio
 
         self._trace = trackio.Trace
-        self._run = trackio.init(
+        self._run: Any = trackio.init(
             project=run.project_name, name=f"{run.experiment_name}-traces-{run.rank}",
             resume="allow", embed=False,
         )  # fmt: skip
