@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
         "--whole-prompts", action="store_true",
-        help="no enable_chunked_prefill: prompts are run between decode steps, not with them",
+        help="no enable_chunked_prefill: prompts that come back run whole beside the decoding",
     )  # fmt: skip
     options = parser.parse_args()
     draw = random.Random(0)

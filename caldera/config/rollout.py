@@ -184,7 +184,7 @@ class RolloutConfig(ConfigGroup):
     expert_parallel_size: int = refused(1, SHARED_MATRICES)
     pipeline_model_parallel_size: int = refused(1, SHARED_MATRICES)
     enable_chunked_prefill: bool = False
-    """Run prompts in pieces beside the decoding, which whole ones interrupt. Not for hf."""
+    """Run prompts in pieces beside the decoding, which whole ones interrupt on CUDA. Not for hf."""
     enable_prefix_caching: bool = False
     """Keep the cache of ended requests for those that begin alike. Not for hf."""
     max_num_batched_tokens: int = option(8192, minimum=1, unit="tokens")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
@@ -31,7 +30,13 @@ from caldera.models.exact_mode import in_exactness
 from caldera.models.forward import base_module
 from caldera.models.fresh import WeightSource, fill
 from caldera.models.liger import apply_liger
-from caldera.models.pretrained import Loaded, Recipe, load_empty, load_whole
+from caldera.models.pretrained import (
+    Loaded,
+    Recipe,
+    generation_config_of,
+    load_empty,
+    load_whole,
+)
 from caldera.storage import local_path
 from caldera.storage.paths import WEIGHT_FILES
 
@@ -160,8 +165,7 @@ def _shape(factory: Any, config: ModelSource, key: str, **extra: Any) -> PreTrai
                 found, attn_implementation=ATTENTION, trust_remote_code=remote
             )
     if model.can_generate():
-        with suppress(OSError):  # without a file of its own it is what config.json says of it
-            model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config = generation_config_of(str(folder))
     return model
 
 

@@ -96,11 +96,11 @@ def _build_empty(recipe: Recipe) -> PreTrainedModel:
             trust_remote_code=recipe.trust_remote_code,
         ).eval()
     if model.can_generate():
-        model.generation_config = _generation_config(recipe.path)
+        model.generation_config = generation_config_of(recipe.path)
     return cast(PreTrainedModel, model)
 
 
-def _generation_config(path: str) -> GenerationConfig:
+def generation_config_of(path: str) -> GenerationConfig:
     """That of the folder, or else what the model's config says of it, as in `from_pretrained`."""
     try:
         return GenerationConfig.from_pretrained(path)

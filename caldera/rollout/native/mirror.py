@@ -30,7 +30,7 @@ class Mirror:
     def __init__(self, step: Decode) -> None:
         self._rows = step.rows
         self._lengths = step.lengths
-        self._rectangles = [_Rectangle(step, rows) for rows in plan_rectangles(step.lengths)]
+        self._rectangles = [_GrowingRectangle(step, rows) for rows in plan_rectangles(step.lengths)]
 
     def tokens(self) -> int:
         """For how many there is room."""
@@ -76,7 +76,7 @@ class MirroredDecode:
         return self._mirror.attend(number, self._cache, (query, key, value), scale, window)
 
 
-class _Rectangle:
+class _GrowingRectangle:
     """Some sequences, padded to the same length and with room behind it."""
 
     def __init__(self, step: Decode, rows: slice) -> None:
