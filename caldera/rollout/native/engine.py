@@ -76,7 +76,7 @@ class NativeRollout(StepwiseRollout):
         config, device = self.config, self.device
         is_plain = config.enforce_eager or config.native.exact
         if device.type == "cpu" and not is_plain and can_pack(self.module, self._dtype):
-            return PackedRunner(self.module, device, config.max_num_seqs)
+            return PackedRunner(self.module, device, config.max_num_seqs, self._cache_shape)
         if device.type != "cuda" or config.enforce_eager:
             return Runner(self.module, device, config.max_num_seqs)
         from caldera.rollout.native.cuda import CudaRunner

@@ -1,4 +1,4 @@
-"""Decoder layers of the commonest shape in fewer operations, with packed weights on a CPU.
+"""Models of the commonest shape, run in a few operations a layer on a CPU.
 
 transformers writes a layer as some forty small operations, each of which costs more than what it
 computes where a few tokens are decoded.
@@ -11,99 +11,89 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from caldera.models.attention import AttentionContext
 from caldera.models.exact_norm import epsilon_of, kind_of
-from caldera.rollout.native.packed_weights import SMALLEST, PackedWeight
+from caldera.models.forward import base_module
+from caldera.rollout.native.cpu_attention import CompiledAttention
+from caldera.rollout.native.cpu_kernels import CpuKernels
+from caldera.rollout.native.layer_parts import LayerParts
+from caldera.rollout.native.packed_weights import PackedWeight
+from caldera.rollout.native.small import SmallLayer
 
-LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "MistralDecoderLayer")
+TRUNKS = ("LlamaModel", "Qwen2Model", "MistralModel")
 """Whose queries and keys are rotated as they come, by halves."""
 
 
-def is_lean(layer: nn.Module) -> bool:
-    """Whether a layer is of a shape that is known here: with adapters it is not, say."""
-    if type(layer).__name__ not in LAYERS:
-        return False
-    parts = cast(Any, layer)
-    attention, mlp = parts.self_attn, parts.mlp
+def is_lean(module: nn.Module) -> bool:
+    """Whether a model is of a shape that is known here: with adapters it is not, say."""
+    trunk = cast(Any, base_module(module).base_model)
+    return (
+        type(trunk).__name__ in TRUNKS
+        and type(trunk.embed_tokens) is nn.Embedding
+        and kind_of(trunk.norm) is False
+        and all(_is_lean_layer(layer) for layer in trunk.layers)
+    )
+
+
+def _is_lean_layer(layer: Any) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
     inward = (attention.q_proj, attention.k_proj, attention.v_proj)
     linears = (*inward, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     return (
         all(type(linear) is nn.Linear for linear in linears)
         and len({linear.bias is None for linear in inward}) == 1
-        and mlp.gate_proj.weight.numel() >= SMALLEST
         and mlp.gate_proj.weight.dtype == torch.float32  # norms become part of the weights
         and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
-        and kind_of(parts.input_layernorm) is False
-        and kind_of(parts.post_attention_layernorm) is False
+        and kind_of(layer.input_layernorm) is False
+        and kind_of(layer.post_attention_layernorm) is False
     )
 
 
-class Rotation:
-    """By angles that all layers of a pass share."""
+class LeanTrunk:
+    """From tokens to hidden states."""
 
-    def __init__(self) -> None:
-        self._sin: Tensor | None = None
-        self._signed = torch.empty(0)
+    def __init__(self, module: nn.Module, kernels: CpuKernels) -> None:
+        trunk = cast(Any, base_module(module).base_model)
+        self._kernels = kernels
+        self._embed, self._angles, self._norm = trunk.embed_tokens, trunk.rotary_emb, trunk.norm
+        parts = [LayerParts(layer) for layer in trunk.layers]
+        self._layers: list[LeanLayer | SmallLayer] = [
+            SmallLayer(each) if SmallLayer.fits(each) else LeanLayer(each, kernels)
+            for each in parts
+        ]
+        self.packs = [pack for layer in self._layers for pack in layer.packs]
 
-    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """heads (T, H, D); cos and sin (1, T, D)."""
-        half = sin.shape[-1] // 2
-        if sin is not self._sin:
-            self._sin = sin
-            self._signed = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None]
-        return torch.addcmul(heads * cos[0, :, None], heads.roll(half, -1), self._signed)
+    def __call__(self, tokens: Tensor, positions: Tensor, attention: CompiledAttention) -> Tensor:
+        """tokens and positions (1, T); returns (T, H)."""
+        values = self._embed(tokens)
+        cos, sin = (angle[0].contiguous() for angle in self._angles(values, positions))  # (T, D)
+        values = values[0]
+        for layer in self._layers:
+            values = layer(values, (cos, sin), attention)
+        normed = self._kernels.normalise(values, epsilon_of(self._norm))
+        return normed.mul_(self._norm.weight)
 
 
 class LeanLayer:
-    """The forward pass of a decoder layer."""
+    """The forward pass of a decoder layer: five products, and what lies between them."""
 
-    def __init__(self, layer: nn.Module, rotation: Rotation) -> None:
-        parts = cast(Any, layer)
-        attention, mlp = parts.self_attn, parts.mlp
-        self._attention = attention
-        self._rotation = rotation
-        first, second = parts.input_layernorm, parts.post_attention_layernorm
-        self._epsilons = epsilon_of(first), epsilon_of(second)
-        self._head_dim = attention.head_dim
-        queries = attention.q_proj.out_features // self._head_dim
-        keys = attention.k_proj.out_features // self._head_dim
-        self._sizes, self._sizes_of_turned = [queries + keys, keys], [queries, keys]
-        is_mistral = type(layer).__name__.startswith("Mistral")
-        self._window = getattr(
-            attention.config if is_mistral else attention, "sliding_window", None
-        )
-        inward = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self._inward = PackedWeight.of(*inward, scale=first.weight)
-        self._outward = PackedWeight.of(attention.o_proj)
-        self._gate = PackedWeight.of(mlp.gate_proj, scale=second.weight)
-        self._up = PackedWeight.of(mlp.up_proj, scale=second.weight)
-        self._down = PackedWeight.of(mlp.down_proj)
+    def __init__(self, parts: LayerParts, kernels: CpuKernels) -> None:
+        self._parts = parts
+        self._kernels = kernels
+        first, second = parts.scales
+        self._inward = PackedWeight.of(*parts.inward, scale=first)
+        self._outward = PackedWeight.of(parts.outward)
+        self._gate = PackedWeight.of(parts.gate, scale=second)
+        self._up = PackedWeight.of(parts.up, scale=second)
+        self._down = PackedWeight.of(parts.down)
         self.packs = [self._inward, self._outward, self._gate, self._up, self._down]
 
     def __call__(
-        self,
-        hidden_states: Tensor,
-        *_: Any,
-        position_embeddings: tuple[Tensor, Tensor],
-        context: AttentionContext,
-        **__: Any,
+        self, values: Tensor, turn: tuple[Tensor, Tensor], attention: CompiledAttention
     ) -> Tensor:
-        """hidden_states (1, T, H)."""
-        values = hidden_states[0]
-        heads = self._inward(_normed(values, self._epsilons[0])).unflatten(-1, (-1, self._head_dim))
-        turned, told = heads.split_with_sizes(self._sizes, 1)
-        turned = self._rotation.rotate(turned, *position_embeddings)
-        query, key = turned.split_with_sizes(self._sizes_of_turned, 1)
-        found = context.attend(
-            self._attention, query, key, told, self._attention.scaling, self._window
-        )
+        """values (T, H)."""
+        parts = self._parts
+        heads = parts.heads(self._inward(self._kernels.normalise(values, parts.epsilons[0])))
+        found = attention.turn_and_attend(parts.number, heads, turn, parts.scale, parts.window)
         values = self._outward.added(found.flatten(1), values)
-        normed = _normed(values, self._epsilons[1])
-        gated = self._up.gated(normed, self._gate(normed, "swish"))
-        return self._down.added(gated, values)[None]
-
-
-def _normed(values: Tensor, epsilon: float) -> Tensor:
-    """values (T, H), each row over the root of its mean square; the norm's weight is packed."""
-    size: Tensor = torch.linalg.vector_norm(values, dim=-1, keepdim=True)  # (T, 1)
-    return values * size.square_().div_(values.shape[-1]).add_(epsilon).rsqrt_()
+        normed = self._kernels.normalise(values, parts.epsilons[1])
+        return self._down.added(self._up.gated(normed, self._gate.swished(normed)), values)

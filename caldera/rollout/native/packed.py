@@ -7,6 +7,7 @@ processors that are not Intel's.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 
 import torch
@@ -14,15 +15,17 @@ from torch import Tensor, nn
 
 from caldera.models.attention import AttentionContext
 from caldera.models.forward import base_module, decoder_layers, language_head
-from caldera.rollout.native.cache import KVCache
-from caldera.rollout.native.lean import LeanLayer, Rotation, is_lean
-from caldera.rollout.native.mirror import MOST_BYTES, Mirror, MirroredDecode
+from caldera.rollout.native.cache import CacheShape, KVCache
+from caldera.rollout.native.cpu_attention import CompiledAttention
+from caldera.rollout.native.cpu_kernels import CpuKernels, cpu_kernels, why_not
+from caldera.rollout.native.lean import LeanTrunk, is_lean
 from caldera.rollout.native.packed_weights import SMALLEST, PackedWeight
-from caldera.rollout.native.runner import Output, Runner
-from caldera.rollout.native.sampler import SamplingRows
-from caldera.rollout.native.steps import Decode, Prefill
+from caldera.rollout.native.runner import Runner
+from caldera.rollout.native.steps import Step
 from caldera.rollout.native.trunk import plain_trunk
 from caldera.rollout.native.twin import STACKS, put_joint, stackable
+
+logger = logging.getLogger(__name__)
 
 
 class PackedTwin:
@@ -32,7 +35,7 @@ class PackedTwin:
     the weights have changed.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, kernels: CpuKernels | None) -> None:
         own = [*module.parameters(), *module.buffers()]
         self._source = module
         self.module = copy.deepcopy(module, {id(each): each for each in own}).eval()
@@ -40,18 +43,13 @@ class PackedTwin:
             layer.__dict__.pop("forward", None)  # compiled for training, and the module's own
         head = PackedWeight([language_head(self.module)], [])
         self.logits: Callable[[Tensor], Tensor] = head
-        self._packs = [head, *self._lean_all(), *self._stack_all(), *self._replace_all()]
+        self.lean: LeanTrunk | None = None
+        if kernels is not None and is_lean(self.module):
+            self.lean = LeanTrunk(self.module, kernels)
+            self._packs = [head, *self.lean.packs]
+        else:
+            self._packs = [head, *self._stack_all(), *self._replace_all()]
         self._known: list[tuple[int, int]] | None = None
-
-    def _lean_all(self) -> list[PackedWeight]:
-        rotation, packs = Rotation(), []
-        for layer in decoder_layers(self.module):
-            if is_lean(layer):
-                lean = LeanLayer(layer, rotation)
-                layer.forward = lean
-                packs += lean.packs
-                layer._modules.clear()  # nothing else of it is run
-        return packs
 
     def _stack_all(self) -> list[PackedWeight]:
         packs = []
@@ -90,34 +88,37 @@ class PackedTwin:
 
 
 class PackedRunner(Runner):
-    """Steps on a CPU, with packed weights."""
+    """Steps on a CPU, with packed weights, and with compiled kernels if there can be."""
 
-    def __init__(self, module: nn.Module, device: torch.device, rows: int) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, rows: int, shape: CacheShape
+    ) -> None:
         super().__init__(module, device, rows)
-        self._twin = PackedTwin(module)
+        reason = why_not(shape.dtype, shape.head_dim)
+        if reason is not None:
+            logger.info("sampling without compiled kernels: %s", reason)
+        self._kernels = cpu_kernels(shape.head_dim) if reason is None else None
+        self._twin = PackedTwin(module, self._kernels)
         self._module = self._twin.module
         self._trunk = plain_trunk(self._module)
-
-        self._mirror: Mirror | None = None
 
     def prepare(self, weights_changed: bool) -> None:
         self._twin.refresh(weights_changed)
 
     def rest(self) -> None:
         self._twin.release()
-        self._mirror = None
 
-    def _prefill(self, step: Prefill, cache: KVCache, sampling: SamplingRows | None) -> Output:
-        self._mirror = None  # others will be decoded next
-        return super()._prefill(step, cache, sampling)
+    def _hidden(self, step: Step, cache: KVCache) -> Tensor:
+        if self._kernels is None or self._twin.lean is None:
+            return super()._hidden(step, cache)
+        positions = torch.from_numpy(step.positions)[None]
+        attention = CompiledAttention(self._kernels, cache, step)
+        return self._twin.lean(self._tokens(step), positions, attention)
 
-    def _attention(self, step: Decode, cache: KVCache) -> AttentionContext:
-        if self._mirror is None or not self._mirror.take(step):
-            self._mirror = None  # before the next one needs the memory
-            self._mirror = Mirror(step)
-        if self._mirror.tokens() * cache.token_bytes > MOST_BYTES:
+    def _attention(self, step: Step, cache: KVCache) -> AttentionContext:
+        if self._kernels is None:
             return super()._attention(step, cache)
-        return MirroredDecode(self._mirror, cache, step.slots)
+        return CompiledAttention(self._kernels, cache, step)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._twin.logits(hidden).float()

@@ -53,7 +53,7 @@ class Runner:
         return told
 
     def _prefill(self, step: Prefill, cache: KVCache, sampling: SamplingRows | None) -> Output:
-        hidden = self._packed(step, cache)  # (T, H)
+        hidden = self._hidden(step, cache)
         if len(step.page_copies):
             sources, targets = to_device(step.page_copies.T.copy(), self._device)
             cache.copy_pages(sources, targets)
@@ -75,31 +75,30 @@ class Runner:
     def _logits(self, hidden: Tensor) -> Tensor:
         return language_logits(self._module, hidden)
 
-    def _packed(self, step: Prefill, cache: KVCache) -> Tensor:
-        tokens = self._tokens(step.token_ids, np.repeat(step.run, step.lengths))
+    def _hidden(self, step: Step, cache: KVCache) -> Tensor:
+        """Hidden states (T, H) of the step's tokens."""
+        positions = to_device(step.positions, self._device)[None]
+        with attending(self._attention(step, cache)):
+            return self._trunk(self._tokens(step), positions)
+
+    def _attention(self, step: Step, cache: KVCache) -> AttentionContext:
+        """How the step's tokens attend."""
+        device = self._device
+        if isinstance(step, Decode):
+            return PagedDecode(cache, step.tables, step.lengths, step.slots, device)
         if isinstance(step, Chunks):
             counts = np.array(step.lengths)
-            chunks = PagedChunks(cache, step.tables, counts, step.ends, step.slots, self._device)
-            with attending(chunks):
-                return self._trunk(tokens, to_device(step.positions, self._device)[None])
-        prefill = PagedPrefill(cache, step.lengths, step.slots, self._device)
-        with attending(prefill):
-            return self._trunk(tokens, prefill.packed.position_ids)
+            return PagedChunks(cache, step.tables, counts, step.ends, step.slots, device)
+        return PagedPrefill(cache, step.lengths, step.slots, device)
 
-    def _tokens(self, known: IntArray, rows: IntArray) -> Tensor:
-        """Tokens (1, T) of rows (T,). One that is still being sampled is the row's newest."""
-        tokens = to_device(known, self._device)
-        if (known < 0).any():
+    def _tokens(self, step: Step) -> Tensor:
+        """The step's tokens (1, T). One that is still being sampled is its row's newest."""
+        tokens = to_device(step.token_ids, self._device)
+        if (step.token_ids < 0).any():
+            rows = step.rows if isinstance(step, Decode) else np.repeat(step.run, step.lengths)
             newest = self.newest.index_select(0, to_device(rows, self._device))
             tokens = torch.where(tokens < 0, newest, tokens)
         return tokens[None]
 
     def _decode(self, step: Decode, cache: KVCache, sampling: SamplingRows | None) -> Output:
-        tokens = self._tokens(step.token_ids, step.rows)
-        with attending(self._attention(step, cache)):
-            hidden = self._trunk(tokens, to_device(step.lengths - 1, self._device)[None])
-        return Output(self._logits(hidden), None)
-
-    def _attention(self, step: Decode, cache: KVCache) -> AttentionContext:
-        """How the step's tokens attend."""
-        return PagedDecode(cache, step.tables, step.lengths, step.slots, self._device)
+        return Output(self._logits(self._hidden(step, cache)), None)

@@ -271,7 +271,7 @@ class Scheduler:
         if not starts.any() and (lengths == running.length[rows]).all():
             return packed
         tables = blocks.tables[rows, : pages_for(int(lengths.max()))]
-        return Chunks(**vars(packed), positions=positions, ends=lengths, tables=tables)
+        return Chunks(**vars(packed), places=positions, ends=lengths, tables=tables)
 
     def _ready(self) -> IntArray:
         """The rows that lack one token only, each with a page for it."""

@@ -27,6 +27,11 @@ class Prefill:
         """Rows of which more than one token is run."""
         return self.run
 
+    @property
+    def positions(self) -> IntArray:
+        """(T,) of the tokens in their sequences."""
+        return np.concatenate([np.arange(length) for length in self.lengths])
+
 
 @dataclass(frozen=True)
 class Chunks(Prefill):
@@ -35,13 +40,17 @@ class Chunks(Prefill):
     A row whose part is not its last is run, but no token is sampled for it.
     """
 
-    positions: IntArray  # (T,)
+    places: IntArray  # (T,) the positions of the tokens
     ends: IntArray  # (S,) tokens of each sequence that are in the cache after this step
     tables: IntArray  # (S, pages of the longest)
 
     @property
     def prefilled(self) -> IntArray:
         return self.run[np.array(self.lengths) > 1]
+
+    @property
+    def positions(self) -> IntArray:
+        return self.places
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,10 @@ class Decode:
     slots: IntArray  # (B,)
     lengths: IntArray  # (B,) tokens of each sequence, this one included
     tables: IntArray  # (B, pages of the longest)
+
+    @property
+    def positions(self) -> IntArray:
+        return self.lengths - 1
 
 
 Step = Prefill | Decode

@@ -99,6 +99,24 @@ def check_native() -> Iterator[Finding]:
         yield broken("native sampler", f"on {device.type}: {type(error).__name__}: {error}", fix)
         return
     yield ok("native sampler", f"answered {len(answer.token_ids)} tokens on {device.type}")
+    if device.type == "cpu":
+        yield _kernels()
+
+
+def _kernels() -> Finding:
+    """What makes sampling on a CPU fast, and needs a compiler."""
+    import torch
+
+    from caldera.rollout.native.cpu_kernels import cpu_kernels, find_compiler, why_not
+
+    head_dim = 32
+    name, fix = "kernels for the CPU", "apt-get install g++ (without it, sampling is slower)"
+    reason = why_not(torch.float32, head_dim)
+    if reason is not None:
+        return absent(name, reason, fix)
+    if cpu_kernels(head_dim) is None:
+        return doubtful(name, f"{find_compiler()} could not compile them", fix)
+    return ok(name, f"compiled by {find_compiler()}")
 
 
 def check_engines(found: Mapping[str, Library]) -> Iterator[Finding]:

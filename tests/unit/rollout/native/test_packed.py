@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,12 @@ from caldera.config import RolloutConfig
 from caldera.config.rollout import NativeRolloutConfig
 from caldera.models.attention import ATTENTION
 from caldera.rollout.base import Request, SamplingParams
+from caldera.rollout.native.cpu_kernels import find_compiler
 from caldera.rollout.native.engine import NativeRollout
+from caldera.rollout.native.lean import LeanLayer
 from caldera.rollout.native.packed import PackedRunner
 from caldera.rollout.native.packed_weights import can_pack
+from caldera.rollout.native.small import SmallLayer
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -32,6 +36,9 @@ SIZES: dict[str, Any] = {
 pytestmark = pytest.mark.skipif(
     not can_pack(nn.Linear(1, 1), torch.float32), reason="this processor has no packed products"
 )
+
+
+needs_a_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 
 
 def build(config: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -80,10 +87,50 @@ def assert_alike(module: nn.Module, rollout: NativeRollout, **keys: Any) -> None
     ],
     ids=["biases", "gelu", "all-biases", "window", "more-norms", "small"],
 )
-def test_packed_weights_sample_what_plain_ones_do(config: Any) -> None:
+@pytest.mark.parametrize("compiler", ["found", "none"])
+def test_packed_weights_sample_what_plain_ones_do(
+    config: Any, compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiler == "none":
+        monkeypatch.setenv("CXX", "no-such-compiler")
     module = build(config)
     rollout = sampler(module)
     assert isinstance(rollout._runner, PackedRunner)
+    assert_alike(module, rollout)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (LlamaConfig(**SIZES | {"hidden_size": 64, "intermediate_size": 96}), SmallLayer),
+        (Qwen2Config(**SIZES | {"hidden_size": 64, "intermediate_size": 96}), SmallLayer),
+        (MistralConfig(**SIZES | {"hidden_size": 64}, sliding_window=5), SmallLayer),
+        (LlamaConfig(**SIZES | {"hidden_size": 96, "intermediate_size": 50}), LeanLayer),
+        (LlamaConfig(**SIZES), LeanLayer),
+    ],
+    ids=["plain", "biases", "window", "odd-sizes", "large"],
+)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_layers_of_each_kind(config: Any, kind: type, chunked: bool) -> None:
+    module = build(config)
+    keys = {"enable_chunked_prefill": chunked, "max_num_batched_tokens": 64}
+    rollout = sampler(module, **keys)
+    lean = rollout._runner._twin.lean  # type: ignore[attr-defined]
+    assert {type(layer) for layer in lean._layers} == {kind}
+    assert_alike(module, rollout, **keys)
+
+
+def test_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    module = build(LlamaConfig(**SIZES))
+    with caplog.at_level(logging.INFO):
+        rollout = sampler(module)
+    assert "there is no C++ compiler (g++, clang++, c++, or the variable CXX)" in caplog.text
+    assert isinstance(rollout._runner, PackedRunner)
+    assert rollout._runner._twin.lean is None
     assert_alike(module, rollout)
 
 

@@ -325,7 +325,7 @@ def steps() -> list[Step]:
         rows=some(3), token_ids=some(9), slots=some(9), lengths=[4, 5], run=some(2),
         leaders=some(3), page_copies=some(0, 2), tables_of_rows=some(3, FIRST_PART),
     )  # fmt: skip
-    mixed = Chunks(**vars(plain), positions=some(9), ends=some(2), tables=some(2, 4))
+    mixed = Chunks(**vars(plain), places=some(9), ends=some(2), tables=some(2, 4))
     return [plain, mixed, Decode(some(5), some(5), some(5), some(5), some(5, 7))]
 
 

@@ -147,8 +147,16 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_this_machine_has_ports_and_samples() -> None:
     assert next(iter(machine.check_ports())).state is State.OK
-    (finding,) = engines.check_native()
-    assert finding.state is State.OK, finding.told
+    findings = list(engines.check_native())
+    assert [finding.state for finding in findings] == [State.OK, State.OK], findings
+
+
+def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    sampler, kernels = engines.check_native()
+    assert sampler.state is State.OK
+    assert (kernels.name, kernels.state) == ("kernels for the CPU", State.ABSENT)
+    assert "there is no C++ compiler" in kernels.told
 
 
 def test_a_check_that_cannot_import_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,119 @@
+"""Attention over the paged cache on a CPU, by compiled kernels: the same for every kind of step."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from caldera.models.attention import AttentionLayer
+from caldera.rollout.native.blocks import PAGE_SIZE, IntArray, pages_for
+from caldera.rollout.native.cache import KVCache
+from caldera.rollout.native.cpu_kernels import CpuKernels, Layer, Matrices, Step
+from caldera.rollout.native.steps import Chunks, Decode, Prefill
+
+MOST_OF_A_PART = 4
+"""Tokens of a sequence that are taken together."""
+FEW_POSITIONS = 256
+"""That a step looks at, for which one thread is enough."""
+
+
+class CompiledAttention:
+    """The tokens of a step: each is kept, and attends to the pages of its sequence."""
+
+    def __init__(self, kernels: CpuKernels, cache: KVCache, step: Prefill | Decode) -> None:
+        self._kernels = kernels
+        self._cache = cache
+        counts, ends, tables = _sequences(step)
+        pieces = -(-counts // MOST_OF_A_PART)
+        owner = np.repeat(np.arange(len(counts)), pieces)  # (P,) of each part
+        done = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        done *= MOST_OF_A_PART  # tokens of the sequence that come before, in this step
+        first = (np.cumsum(counts) - counts)[owner] + done
+        count = np.minimum(counts[owner] - done, MOST_OF_A_PART)
+        place = (ends - counts)[owner] + done
+        arrays = (step.slots, first, count, place, tables[owner])
+        self._arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in arrays]
+        seen = int((counts * ends).sum())
+        threads = 1 if seen < FEW_POSITIONS else torch.get_num_threads()
+        self._step = Step(
+            len(step.slots), len(owner), tables.shape[1], threads,
+            *(array.ctypes.data for array in self._arrays),
+        )  # fmt: skip
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        return self.turn_and_attend(
+            layer.layer_idx, (_dense(query), _dense(key), _dense(value)), None, scale, window
+        )
+
+    def turn_and_attend(
+        self,
+        number: int,
+        heads: tuple[Tensor, Tensor, Tensor],
+        turn: tuple[Tensor, Tensor] | None,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """Of the layer's queries, keys and values (T, H, D), the cells of a token dense.
+
+        With `turn`, cosines and sines (T, D), the queries and keys that are given are rotated.
+        """
+        out = torch.empty(heads[0].shape)
+        self._kernels.attend(self._step, self._layer(number, heads, turn, out, scale, window))
+        return out
+
+    def run_layer(
+        self,
+        number: int,
+        heads: tuple[Tensor, Tensor, Tensor],
+        turn: tuple[Tensor, Tensor],
+        scale: float,
+        window: int | None,
+        matrices: Matrices,
+    ) -> None:
+        """All that a layer of small matrices does with the values that these point to; `heads` are
+        room for its queries, keys and values."""
+        out = torch.empty(heads[0].shape)
+        layer = self._layer(number, heads, turn, out, scale, window)
+        self._kernels.run_layer(self._step, layer, matrices)
+
+    def _layer(
+        self, number: int, heads: tuple[Tensor, Tensor, Tensor], turn: tuple[Tensor, Tensor] | None,
+        out: Tensor, scale: float, window: int | None,
+    ) -> Layer:  # fmt: skip
+        query, key, value = heads
+        cos, sin = (each.data_ptr() for each in turn) if turn else (None, None)
+        return Layer(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(),
+            query.stride(0), key.stride(0), value.stride(0),
+            cos, sin,
+            self._cache.keys[number].data_ptr(), self._cache.values[number].data_ptr(),
+            out.data_ptr(), query.shape[1], key.shape[1], window or 0, scale,
+        )  # fmt: skip
+
+
+def _sequences(step: Prefill | Decode) -> tuple[IntArray, IntArray, IntArray]:
+    """Of each sequence, (S,): tokens in the step, tokens behind it, and (S, W) pages."""
+    if isinstance(step, Decode):
+        return np.ones_like(step.lengths), step.lengths, step.tables
+    counts = np.array(step.lengths, dtype=np.int64)
+    if isinstance(step, Chunks):
+        return counts, step.ends, step.tables
+    starts = np.cumsum(counts) - counts
+    within = PAGE_SIZE * np.arange(pages_for(int(counts.max())))
+    cells = starts[:, None] + np.minimum(within, counts[:, None] - 1)
+    return counts, counts, step.slots[cells] // PAGE_SIZE
+
+
+def _dense(heads: Tensor) -> Tensor:
+    """heads (T, H, D), of which those of a token lie behind each other."""
+    heads = heads.float()
+    return heads if heads.stride()[1:] == (heads.shape[2], 1) else heads.contiguous()

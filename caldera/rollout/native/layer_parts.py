@@ -1,0 +1,37 @@
+"""What a decoder layer of the commonest shape consists of."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from caldera.models.exact_norm import epsilon_of
+
+
+class LayerParts:
+    """The products of a layer, and what it does between them."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        parts = cast(Any, layer)
+        attention, mlp = parts.self_attn, parts.mlp
+        self.number: int = attention.layer_idx
+        self.scale: float = attention.scaling
+        norms = (parts.input_layernorm, parts.post_attention_layernorm)
+        self.epsilons = [epsilon_of(norm) for norm in norms]
+        self.scales: list[Tensor] = [norm.weight for norm in norms]
+        self.inward: list[nn.Linear] = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.outward: nn.Linear = attention.o_proj
+        self.gate: nn.Linear = mlp.gate_proj
+        self.up: nn.Linear = mlp.up_proj
+        self.down: nn.Linear = mlp.down_proj
+        self._head_dim = attention.head_dim
+        self._sizes = [linear.out_features // self._head_dim for linear in self.inward]
+        is_mistral = type(layer).__name__.startswith("Mistral")
+        holder = attention.config if is_mistral else attention
+        self.window: int | None = getattr(holder, "sliding_window", None)
+
+    def heads(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (T, H, D) of what lies behind each other, (T, N)."""
+        heads = joint.view(len(joint), -1, self._head_dim).split_with_sizes(self._sizes, 1)
+        return cast(tuple[Tensor, Tensor, Tensor], heads)
