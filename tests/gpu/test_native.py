@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from caldera.config import FSDPConfig, OptimizerConfig, RolloutConfig
 from caldera.config.rollout import NativeRolloutConfig
@@ -31,6 +37,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 FAMILIES = {
     "llama": LlamaConfig(**SIZES),
+    "qwen2": Qwen2Config(**{**SIZES, "num_attention_heads": 4, "max_position_embeddings": 2048}),
     "qwen3": Qwen3Config(**SIZES, head_dim=64),
     "gemma3": Gemma3TextConfig(**SIZES, head_dim=64, sliding_window=24),
 }
@@ -86,6 +93,38 @@ def test_recorded_steps_sample_what_plain_ones_do(family: str, keys: dict[str, A
         for one, other, is_same in zip(got, want, same, strict=True):
             if is_same:
                 assert np.abs(np.subtract(one.log_probs, other.log_probs)).max() < 1e-4
+
+
+@pytest.mark.parametrize("rows", [3, 8, 16, 30, 64])
+def test_steps_of_few_sequences(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probs of the kernels for few sequences are those of the compiled layers."""
+    from caldera.rollout.native import few
+
+    if not few.can_chain(CUDA, torch.bfloat16):
+        pytest.skip("this GPU runs the compiled layers")
+    module = build("qwen2", torch.bfloat16)
+    with torch.no_grad():
+        for parameter in module.parameters():  # biases begin as zeros
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    keys: dict[str, Any] = {"max_num_seqs": rows, "max_model_len": 1500}
+    work = requests(70, ignore_eos=True)
+    long = [(3 * i) % 1000 for i in range(1300)]  # some programs have several blocks of keys
+    work += [Request(long[: 500 + 100 * i], SamplingParams(max_tokens=30), i) for i in range(8)]
+    ours = sampler(module, "bfloat16", **keys)
+    got = ours.generate(work)
+    assert ours._runner._few is not None  # type: ignore[attr-defined]
+    assert [a.token_ids for a in ours.generate(work)] == [a.token_ids for a in got]
+    monkeypatch.setattr(few.FewSteps, "most_rows", 0)
+    want = sampler(module, "bfloat16", **keys).generate(work)
+    compared, differences = 0, []
+    for one, other in zip(got, want, strict=True):
+        pairs = zip(one.token_ids, other.token_ids, strict=True)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(one.token_ids))
+        compared += same
+        differences += np.abs(np.subtract(one.log_probs[:same], other.log_probs[:same])).tolist()
+    assert compared > 0.5 * sum(len(answer.token_ids) for answer in got)
+    assert np.mean(differences) < 0.01
+    assert np.max(differences) < 0.1
 
 
 def test_stops_and_aborts_while_a_step_is_under_way() -> None:

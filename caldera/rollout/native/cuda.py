@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,9 @@ from caldera.rollout.native.steps import Decode, Prefill
 from caldera.rollout.native.trunk import attending, compiled_trunk, plain_trunk
 from caldera.rollout.native.twin import Twin
 
+if TYPE_CHECKING:
+    from caldera.rollout.native.few import FewSteps
+
 
 class CudaRunner(Runner):
     """The module's twin, compiled; decode steps are replayed from recordings.
@@ -47,6 +52,7 @@ class CudaRunner(Runner):
         self._is_exact = config.native.exact
         self._twin: Twin | None = None
         self._graphs: DecodeGraphs | None = None
+        self._few: FewSteps | None = None
         self._weights_move = False  # as they do when the trainer offloads them
 
     def rest(self) -> None:
@@ -54,7 +60,7 @@ class CudaRunner(Runner):
             self._release()
 
     def _release(self) -> None:
-        self._twin = self._graphs = None
+        self._twin = self._graphs = self._few = None
         self._module, self._trunk = self._source, plain_trunk(self._source)
 
     def prepare(self, weights_changed: bool) -> None:
@@ -64,11 +70,19 @@ class CudaRunner(Runner):
         if self._twin is None:
             self._twin = Twin(self._source, self._dtype)
             self._module = self._twin.module
+            self._few = self._few_steps()  # which knows layers by what they compute uncompiled
             make_trunk = plain_trunk if self._is_exact else compiled_trunk
             self._trunk = make_trunk(self._module)
             self._graphs = DecodeGraphs(self._run_decode, self._sizes, self._state)
         elif weights_changed:
             self._twin.refresh()
+
+    def _few_steps(self) -> FewSteps | None:
+        from caldera.rollout.native.few import can_chain, few_steps
+
+        if self._is_exact or not can_chain(self._device, self._dtype):
+            return None
+        return few_steps(self._module, self._state)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = language_head(self._module)
@@ -138,7 +152,10 @@ class CudaRunner(Runner):
 
         state = self._state
         tokens, positions = begin_step(inputs, state.newest, state.tables)
-        with attending(RecordedDecode(state, inputs)):
-            hidden = self._trunk(tokens, positions)
+        if self._few is not None and inputs.shape[1] <= self._few.most_rows:
+            hidden = self._few(tokens, positions, inputs)
+        else:
+            with attending(RecordedDecode(state, inputs)):
+                hidden = self._trunk(tokens, positions)
         logits = self._logits(hidden)
         return Chosen(logits, choose(logits, inputs, state.newest, self._raw))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,15 +37,17 @@ class DeviceState:
         width = pages_for(longest)
         self.tables = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
         self.pointers = torch.zeros(layers, 2, dtype=torch.int64, device=device)
-        self._addresses: list[tuple[int, int]] = []
+        self._known: weakref.ref[KVCache] | None = None  # as long as it is, with so many pages
+        self._known_pages = 0
 
     def find(self, cache: KVCache) -> None:
         """Note where the pages of each layer begin."""
+        if self._known is not None and self._known() is cache and cache.pages == self._known_pages:
+            return
+        self._known, self._known_pages = weakref.ref(cache), cache.pages
         pairs = zip(cache.keys, cache.values, strict=True)
         addresses = [(keys.data_ptr(), values.data_ptr()) for keys, values in pairs]
-        if addresses != self._addresses:
-            self._addresses = addresses
-            self.pointers.copy_(torch.tensor(addresses).pin_memory(), non_blocking=True)
+        self.pointers.copy_(torch.tensor(addresses).pin_memory(), non_blocking=True)
 
 
 class RecordedDecode:
@@ -131,7 +134,7 @@ class DecodeGraphs:
 
 def ladder(largest: int) -> list[int]:
     """Sizes to record steps of: each not much larger than the one before."""
-    sizes = [8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]
+    sizes = [4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]
     step = 64
     while sizes[-1] < largest:
         if sizes[-1] >= 8 * step:

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from caldera.models.triton_attention import fold_block
 from caldera.rollout.native.blocks import PAGE_SIZE
@@ -109,9 +110,9 @@ def attend_pages(
         WINDOWED=window is not None, num_stages=STAGES, **OPTIONS,
     )  # fmt: skip
     if splits > 1:
-        _combine_kernel[(size * heads,)](
-            partial, weight, out, WIDTH=width,
-            WIDTH_PADDED=triton.next_power_of_2(width), SPLITS=splits, num_warps=1,
+        combine_kernel[(size * heads,)](
+            partial, weight, out, WIDTH=width, WIDTH_PADDED=triton.next_power_of_2(width),
+            SPLITS=splits, CHAINED=False, num_warps=1,
         )  # fmt: skip
     return out
 
@@ -173,36 +174,44 @@ def _attention_kernel(
             largest, total, gathered,
         )  # fmt: skip
     target = (place * HEADS + head) * GROUP + member
-    _store_found(
+    store_found(
         partial, weight, target, split, gathered, largest, total, known, member, cell,
         GROUP, WIDTH, SPLITS,
     )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_found(
+def store_found(
     partial: tl.tensor, weight: tl.tensor, target: tl.tensor, split: tl.tensor,
     gathered: tl.tensor, largest: tl.tensor, total: tl.tensor, known: tl.tensor, member: tl.tensor,
     cell: tl.tensor, GROUP: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """The whole answer of one split, or a part of it with its weight, which is a logarithm."""
-    gathered = gathered / tl.maximum(total, 1e-30)[:, None]
+    is_empty = total == 0  # as that of a split without keys
+    total = tl.where(is_empty, 1.0, total)
+    gathered = gathered / total[:, None]
     if SPLITS == 1:
         cells = target[:, None] * WIDTH + cell[None, :]
         tl.store(partial + cells, gathered.to(partial.dtype.element_ty), mask=known)
     else:
         cells = (target * SPLITS + split)[:, None] * WIDTH + cell[None, :]
         tl.store(partial + cells, gathered, mask=known)
-        normaliser = tl.where(total > 0, largest + tl.log2(total), float("-inf"))
+        normaliser = tl.where(is_empty, float("-inf"), largest + tl.log2(total))
         tl.store(weight + target * SPLITS + split, normaliser, mask=member < GROUP)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _combine_kernel(
+def combine_kernel(
     partial: tl.tensor, weight: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr,
-    WIDTH_PADDED: tl.constexpr, SPLITS: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr, SPLITS: tl.constexpr, CHAINED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """What the splits of one query head found, each by its weight, which is a logarithm."""
+    """What the splits of one query head found, each by its weight, which is a logarithm.
+
+    CHAINED: the kernel is begun before the one that found it has ended.
+    """
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
     target = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     cell = tl.arange(0, WIDTH_PADDED)

@@ -77,7 +77,7 @@ def _stack(container: nn.Module, names: tuple[str, ...]) -> list[nn.Parameter]:
     weight = _joined(weights)
     bias = _joined(biases) if biases else None
     sizes = [linear.out_features for linear in linears]
-    put_joint(container, names, _Product(weight, bias), sizes)
+    put_joint(container, names, Product(weight, bias), sizes)
     return [*weights, *biases]
 
 
@@ -110,29 +110,36 @@ def _joined(parameters: list[nn.Parameter]) -> Tensor:
     return whole
 
 
-class _Product:
+class Product:
     """By a weight (N, K), with a bias (N,) if there is one."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = weight
-        self._bias = bias
+        self.weight = weight
+        self.bias = bias
 
     def __call__(self, values: Tensor) -> Tensor:
-        return F.linear(values, self._weight, self._bias)
+        return F.linear(values, self.weight, self.bias)
+
+
+def joint_product(container: nn.Module, name: str) -> Product | None:
+    """What a layer's stack multiplies by; None if the layer is part of none."""
+    part = container._modules.get(name)
+    multiply = part.joint.multiply if isinstance(part, _Part) else None
+    return multiply if isinstance(multiply, Product) else None
 
 
 class _Joint:
     """What some layers that multiply the same input compute together, when the first is asked."""
 
     def __init__(self, multiply: Callable[[Tensor], Tensor], sizes: list[int]) -> None:
-        self._multiply = multiply
+        self.multiply = multiply
         self._sizes = sizes
         self._pieces: tuple[Tensor, ...] | None = None
         self._left = 0
 
     def take(self, values: Tensor, index: int) -> Tensor:
         if self._pieces is None:
-            self._pieces = self._multiply(values).split(self._sizes, dim=-1)
+            self._pieces = self.multiply(values).split(self._sizes, dim=-1)
             self._left = len(self._sizes)
         piece = self._pieces[index]
         self._left -= 1
@@ -146,8 +153,8 @@ class _Part(nn.Module):
 
     def __init__(self, joint: _Joint, index: int) -> None:
         super().__init__()
-        self._joint = joint
+        self.joint = joint
         self._index = index
 
     def forward(self, values: Tensor) -> Tensor:
-        return self._joint.take(values, self._index)
+        return self.joint.take(values, self._index)

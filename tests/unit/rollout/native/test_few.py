@@ -1,0 +1,118 @@
+"""Decode steps of few sequences in Triton's interpreter, against the model as transformers runs it.
+
+    TRITON_INTERPRET=1 pytest tests/unit/rollout/native/test_few.py
+
+Left out without that variable, which must be set before Triton is first imported. tests/gpu has
+the tests on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from caldera.models.attention import ATTENTION, PackedSequences
+from caldera.models.forward import hidden_states
+from caldera.rollout.native.twin import Twin
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+
+from caldera.rollout.native.attention import PagedPrefill
+from caldera.rollout.native.cache import CacheShape, KVCache
+from caldera.rollout.native.few import few_steps
+from caldera.rollout.native.graphs import DeviceState
+from caldera.rollout.native.kernels import begin_step
+
+CPU = torch.device("cpu")
+PAGES = 5
+SIZES: dict[str, Any] = {
+    "vocab_size": 100, "hidden_size": 256, "intermediate_size": 272, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def build(config: Any) -> nn.Module:
+    torch.manual_seed(0)
+    module: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    for name, parameter in module.named_parameters():
+        if name.endswith(("bias", "norm.weight")):  # which begin as zeros and ones
+            nn.init.normal_(parameter, 0.5, 0.5)
+    return module.eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("size", "config"),
+    [
+        (3, Qwen2Config(**SIZES)),
+        (12, Qwen2Config(**SIZES)),
+        (20, Qwen2Config(**SIZES)),
+        (3, LlamaConfig(**SIZES, head_dim=128)),  # without biases
+    ],
+)
+def test_a_step_finds_what_the_whole_sequence_does(size: int, config: Any) -> None:
+    module = build(config)
+    lengths = [1 + (29 * row) % (16 * PAGES - 1) for row in range(size)]
+    tokens = torch.randint(0, 100, (1, sum(lengths)))
+    packed = PackedSequences(lengths, CPU)
+    want = hidden_states(module, tokens, packed.position_ids, packed)
+
+    state = DeviceState(size, 16 * PAGES, 2, CPU)
+    state.tables[:size] = torch.randperm(size * PAGES).view(size, PAGES).int()
+    cache = KVCache(CacheShape.of(config, torch.float32), size * PAGES, CPU)
+    pairs = [(k.data_ptr(), v.data_ptr()) for k, v in zip(cache.keys, cache.values, strict=True)]
+    state.pointers.copy_(torch.tensor(pairs))
+    last = torch.tensor(lengths).cumsum(0) - 1
+    prefill(module, cache, state.tables, lengths, tokens)
+    for keys, values in zip(cache.keys, cache.values, strict=True):
+        for row, length in enumerate(lengths):  # what the step is to find anew
+            slot = int(state.tables[row, (length - 1) // 16]), (length - 1) % 16
+            keys[slot], values[slot] = 0, 0
+    before = [pages.clone() for pages in cache.keys]
+
+    inputs = torch.zeros(5, size + 1, dtype=torch.int32)
+    inputs[0] = torch.arange(size + 1)
+    inputs[1, :size] = torch.tensor(lengths) - 1
+    inputs[1, size] = -1  # a place that no sequence needs
+    places = torch.arange(size)
+    inputs[2, :size] = state.tables[places, inputs[1, :size].long() // 16]
+    state.newest[:size] = tokens[0, last]
+    steps = few_steps(Twin(module, torch.float32).module, state)
+    assert steps is not None
+    found = steps(*begin_step(inputs, state.newest, state.tables), inputs)
+    torch.testing.assert_close(found[:size], want[last], rtol=1e-4, atol=1e-4)
+    for keys, old in zip(cache.keys, before, strict=True):
+        changed = (keys != old).flatten(2).any(-1).nonzero()
+        assert len(changed) == size  # one token of each sequence, and nothing else
+
+
+def prefill(
+    module: nn.Module, cache: KVCache, tables: Tensor, lengths: list[int], tokens: Tensor
+) -> None:
+    slots = [tables[row, p // 16].item() * 16 + p % 16 for row, n in enumerate(lengths)
+             for p in range(n)]  # fmt: skip
+    context = PagedPrefill(cache, lengths, torch.tensor(slots).numpy(), CPU)
+    hidden_states(module, tokens, context.packed.position_ids, context)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_known"),
+    [
+        (LlamaConfig(**SIZES), True),
+        (LlamaConfig(**SIZES, attention_bias=True), False),
+        (LlamaConfig(**{**SIZES, "hidden_size": 128}), False),  # heads of 32
+        (MistralConfig(**SIZES, sliding_window=None), True),
+        (MistralConfig(**SIZES, sliding_window=32), False),
+        (Qwen3Config(**SIZES, head_dim=64), False),
+    ],
+)
+def test_layers_of_other_shapes_are_left_alone(config: Any, is_known: bool) -> None:
+    twin = Twin(build(config), torch.float32)
+    assert (few_steps(twin.module, DeviceState(1, 16, 2, CPU)) is not None) == is_known
