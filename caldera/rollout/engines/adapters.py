@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import weakref
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -28,6 +30,10 @@ from caldera.rollout.engines.options import KEY
 
 LARGEST_RANK = 512
 """That vLLM has kernels for."""
+BESIDE = {"q_proj": "v_proj", "k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""SGLang has some layers as one, and takes adapters of these only beside those of others."""
+OF_SGLANG = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj")
+"""Layers of dense models, which SGLang finds by these names."""
 
 
 @dataclass(frozen=True)
@@ -58,39 +64,59 @@ def adapter_shape(module: nn.Module) -> AdapterShape | None:
     return AdapterShape(max(ranks), targets, settings)
 
 
-def why_merged(name: str, module: nn.Module) -> str | None:
+def why_merged(name: str, module: nn.Module, device: torch.device) -> str | None:
     """Why an engine cannot have a module's adapter as such; None if it can."""
-    if name == "sglang":
-        return "Caldera brings adapters to vLLM alone"
     if any(".modules_to_save." in each for each, _ in module.named_parameters()):
         return "whole layers are trained with it"
     for layer in adapted_layers(base_module(module)).values():
         if ADAPTER in layer.lora_embedding_A or layer.fan_in_fan_out:
             return "it adapts other layers than linear ones"
     shape = adapter_shape(module)
-    if shape is not None and shape.rank > LARGEST_RANK:
+    if shape is None:
+        return None
+    if name == "sglang":
+        return _why_not_sglang(module, shape, device)
+    if shape.rank > LARGEST_RANK:
         return f"its rank is {shape.rank}, and vLLM takes {LARGEST_RANK} at most"
     return None
 
 
+def _why_not_sglang(module: nn.Module, shape: AdapterShape, device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return "Caldera brings adapters to SGLang on CPUs alone"
+    if any(shape.settings[key] for key in ("use_rslora", "rank_pattern", "alpha_pattern")):
+        return "SGLang scales every layer by lora_alpha / lora_rank"
+    layers = adapted_layers(base_module(module))
+    for layer in layers:
+        if not OF_SGLANG.fullmatch(layer):
+            return f"SGLang may not know {layer} by that name"
+        block, _, own = layer.rpartition(".")
+        needed = BESIDE.get(own)
+        if needed is not None and f"{block}.{needed}" not in layers:
+            return f"SGLang takes {layer} only beside {needed}"
+    return None
+
+
 @contextmanager
-def told_of_merging(has_adapter: bool) -> Iterator[None]:
-    """If an engine fails with an adapter, the error says how to do without."""
+def told_of_merging(engine: str | None) -> Iterator[None]:
+    """If an `engine` that has an adapter fails, the error says how to do without."""
     try:
         yield
     except (RolloutError, RuntimeError, ValueError) as error:
-        if not has_adapter:
+        if engine is None:
             raise
         raise RolloutError(
-            f"{error}\nIf it is the LoRA adapter that vLLM cannot have: "
-            f"{KEY}.engine_kwargs.vllm.enable_lora=False merges it into the weights"
+            f"{error}\nIf it is the LoRA adapter that {engine} cannot have: "
+            f"{KEY}.engine_kwargs.{engine}.enable_lora=False merges it into the weights"
         ) from error
 
 
 class AdapterFolders:
     """The newest adapter: an engine that was started anew reads it again."""
 
-    def __init__(self, shape: AdapterShape, root: Path = SHARED_MEMORY) -> None:
+    def __init__(self, engine: str, shape: AdapterShape, root: Path = SHARED_MEMORY) -> None:
+        self.engine = engine
+        """Whose adapter it is: vllm or sglang."""
         self._shape = shape
         self._root = own_folder("caldera-adapter", root)
         self._remove = weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)

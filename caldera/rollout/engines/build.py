@@ -64,12 +64,13 @@ def _build(
     dtype = sampling_dtype(module, config.dtype, device)
     folder = own_folder("caldera-model", Path(tempfile.gettempdir()))
     _write_config(module, folder)
-    adapter = _adapter(name, config, module)
+    adapter = _adapter(name, config, module, device)
     arguments = engine_arguments(name, config, str(folder), device, adapter)
     arguments["dtype"] = str(dtype).removeprefix("torch.")
-    with told_of_merging(adapter is not None):
+    with told_of_merging(None if adapter is None else name):
         engines = _start(name, config, arguments, device)
-    weights = _weights(config, dtype, device, engines, adapter)
+    adapters = None if adapter is None else AdapterFolders(name, adapter)
+    weights = _weights(config, dtype, device, engines, adapters)
     return EngineRollout(name, config, module, device, engines, weights, dtype, folder)
 
 
@@ -94,7 +95,9 @@ def _start(
         return list(pool.map(start, range(config.data_parallel_size)))
 
 
-def _adapter(name: str, config: RolloutConfig, module: nn.Module) -> AdapterShape | None:
+def _adapter(
+    name: str, config: RolloutConfig, module: nn.Module, device: torch.device
+) -> AdapterShape | None:
     """What the engine gets as an adapter; None if there is none, or it comes merged."""
     shape = adapter_shape(module)
     if shape is None:
@@ -102,7 +105,7 @@ def _adapter(name: str, config: RolloutConfig, module: nn.Module) -> AdapterShap
     if (config.engine_kwargs.get(name) or {}).get("enable_lora") is False:
         why: str | None = f"{KEY}.engine_kwargs.{name}.enable_lora=False"
     else:
-        why = why_merged(name, module)
+        why = why_merged(name, module, device)
     if why is not None:
         logger.info("%s gets the adapter merged into the weights: %s", name, why)
         return None
@@ -111,7 +114,7 @@ def _adapter(name: str, config: RolloutConfig, module: nn.Module) -> AdapterShap
 
 def _weights(
     config: RolloutConfig, dtype: torch.dtype, device: torch.device,
-    engines: list[SteppedEngine], adapter: AdapterShape | None,
+    engines: list[SteppedEngine], adapters: AdapterFolders | None,
 ) -> EngineWeights:  # fmt: skip
     bucket = config.checkpoint_engine.update_weights_bucket_megabytes * MEGABYTE
     # What a handle of memory looks like is between two of the same torch.
@@ -120,7 +123,7 @@ def _weights(
     return EngineWeights(
         len(engines),
         WeightFiles(dtype, bucket),
-        None if adapter is None else AdapterFolders(adapter),
+        adapters,
         CudaBuckets(dtype, bucket, device) if shares_gpu else None,
     )
 

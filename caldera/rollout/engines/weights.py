@@ -109,9 +109,11 @@ class EngineWeights:
                 stream = self._source.export_weights(merged=self._adapters is None)
                 self._cuda.push(stream, engine)
             self._bare.discard(place)
-        adapter = None if self._adapters is None else self._adapters.newest
-        with told_of_merging(adapter is not None):
-            engine.use_weights(version, adapter)
+        if self._adapters is None or self._adapters.newest is None:
+            engine.use_weights(version, None)
+        else:
+            with told_of_merging(self._adapters.engine):
+                engine.use_weights(version, self._adapters.newest)
         self.lacking.discard(place)
 
     def close(self) -> None:

@@ -1,0 +1,151 @@
+"""SGLang with an adapter of its own: what goes over, and what it computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from caldera.config import RolloutConfig
+from caldera.errors import RolloutError
+from caldera.models.attention import ATTENTION
+from caldera.models.forward import without_adapter
+from caldera.rollout import ROLLOUTS, Completion, Request, SamplingParams
+from caldera.rollout.engines.host.caldera_engine.buckets import ADAPTER_FILE
+from caldera.rollout.engines.probe import probe_module
+from caldera.rollout.engines.process import EngineProcess
+from caldera.rollout.engines.rollout import EngineRollout
+from caldera.rollout.engines.weights import ModuleWeights
+from tests.engine_trials import CPU, LENGTHS, assert_same, python_of
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    """With queries, keys and values of different widths, and a scale that is not 1."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=192,
+        initializer_range=0.2, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM._from_config(config, attn_implementation=ATTENTION)
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=5, target_modules="all-linear")
+    made: torch.nn.Module = peft.get_peft_model(plain, lora).eval()
+    return made
+
+
+@pytest.fixture(scope="module")
+def rollout(model: torch.nn.Module) -> Iterator[EngineRollout]:
+    config = RolloutConfig(
+        name="sglang", engine_python=python_of("sglang"), max_num_seqs=2,
+        enable_prefix_caching=True, **LENGTHS,
+    )  # fmt: skip
+    made = ROLLOUTS["sglang"](config, model, CPU)
+    assert isinstance(made, EngineRollout)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the engine is told to do with its weights."""
+    orders: list[str] = []
+    call = EngineProcess._call
+
+    def noted(self: EngineProcess, what: str, **arguments: Any) -> Any:
+        orders.append(what)
+        return call(self, what, **arguments)
+
+    monkeypatch.setattr(EngineProcess, "_call", noted)
+    return orders
+
+
+def train(model: torch.nn.Module, rollout: EngineRollout, version: int) -> None:
+    """Another adapter, of the same model."""
+    torch.manual_seed(version)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".lora_" in name:
+                weight.normal_(std=0.4)
+    rollout.update(ModuleWeights(model), version)
+    rollout.expect(probe_module(model, CPU, 64))
+
+
+def requests(count: int = 4) -> list[Request]:
+    params = SamplingParams(40, temperature=0.0, ignore_eos=True)
+    return [Request([5 + n, 6, 7 + n], params, n) for n in range(count)]
+
+
+def native(model: torch.nn.Module, asked: list[Request]) -> list[Completion]:
+    return ROLLOUTS["native"](RolloutConfig(**LENGTHS), model, CPU).generate(asked)
+
+
+def test_the_adapter_alone_goes_over(
+    rollout: EngineRollout, model: torch.nn.Module, told: list[str]
+) -> None:
+    for version in (1, 2):
+        train(model, rollout, version)
+        expected = native(model, requests())
+        assert_same(rollout.generate(requests()), expected, version)
+    with without_adapter(model):
+        assert native(model, requests())[0].token_ids != expected[0].token_ids
+    assert [what for what in told if what in ("load_bucket", "use_weights", "score")] == [
+        "load_bucket", "use_weights", "score", "use_weights", "score",
+    ]  # fmt: skip
+
+
+def test_requests_in_flight_go_on_with_the_next(
+    rollout: EngineRollout, model: torch.nn.Module
+) -> None:
+    """Those that run, and those that wait for a place."""
+    found: dict[int, Completion] = {}
+    numbers = [rollout.add(each, None, found.__setitem__) for each in requests(6)]
+    flights = [rollout._flights[number] for number in numbers]
+    with rollout.stepping():
+        while not any(flight.token_ids for flight in flights):
+            rollout.step()
+        train(model, rollout, 3)
+        while rollout.has_work():
+            rollout.step()
+    versions = [set(found[number].token_versions()) for number in numbers]
+    assert {2, 3} in versions and {3} in versions
+    fresh = [found[n] for n, its in zip(numbers, versions, strict=True) if its == {3}]
+    asked = [r for r, its in zip(requests(6), versions, strict=True) if its == {3}]
+    assert_same(fresh, native(model, asked), 3)
+
+
+def test_another_adapter_than_the_trainers_is_found_out(
+    rollout: EngineRollout, model: torch.nn.Module
+) -> None:
+    train(model, rollout, 4)
+    adapters = rollout._weights._adapters
+    assert adapters is not None and adapters.newest is not None
+    file = Path(adapters.newest["path"]) / ADAPTER_FILE
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(RolloutError, match="checksum"):
+        rollout.generate(requests())
+    train(model, rollout, 5)
+    with without_adapter(model):
+        rollout.expect(probe_module(model, CPU, 64))
+    with pytest.raises(RolloutError, match="No sample was drawn"):
+        rollout.generate(requests())
+    train(model, rollout, 6)
+    assert_same(rollout.generate(requests()), native(model, requests()), 6)
+
+
+def test_weights_without_an_adapter(rollout: EngineRollout, model: torch.nn.Module) -> None:
+    base = ModuleWeights(model).export_weights(merged=False)
+    rollout.load_weights(base, version=7)
+    with without_adapter(model):
+        rollout.expect(probe_module(model, CPU, 64))
+        assert_same(rollout.generate(requests(2)), native(model, requests(2)), 7)
+    train(model, rollout, 8)
+    assert_same(rollout.generate(requests(2)), native(model, requests(2)), 8)
