@@ -80,11 +80,12 @@ def measure(
         rollout.generate(requests)
         rounds.append(time.perf_counter() - start)
     taken = memory(rollout, before)
+    state = [(key, each.clone()) for key, each in module.state_dict().items()]
     start = time.perf_counter()
     if isinstance(rollout, EngineRollout):
         rollout.update(ModuleWeights(module), 1)
     else:
-        rollout.load_weights([(key, each.clone()) for key, each in module.state_dict().items()], 1)
+        rollout.load_weights(state, 1)
     rollout.generate(one)
     update = time.perf_counter() - start
     if isinstance(rollout, EngineRollout):
@@ -105,6 +106,8 @@ def main() -> None:
     module = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=ATTENTION
     ).eval()
+    for parameter in module.parameters():  # memory of its own, as a trainer's: no pages of a file
+        parameter.data = parameter.data.clone()
     if arguments.lora_rank:
         lora = peft.LoraConfig("CAUSAL_LM", r=arguments.lora_rank, target_modules="all-linear")
         module = peft.get_peft_model(module, lora).eval()
