@@ -64,13 +64,19 @@ class KVCache:
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Keep the keys and values (T, Hkv, D) of tokens at their slots (T,)."""
+        self.check(layer, key, value)
         for pages, new in ((self.keys[layer], key), (self.values[layer], value)):
-            if new.shape[1:] != pages.shape[2:]:
+            pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, new.to(pages.dtype))
+
+    def check(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Refuse keys and values that are not as the cache has them."""
+        promised = self.keys[layer].shape[2:]
+        for new in (key, value):
+            if new.shape[1:] != promised:
                 raise UnsupportedError(
                     f"layer {layer} has keys or values of shape {tuple(new.shape[1:])}, "
-                    f"the model's config promises {tuple(pages.shape[2:])} (heads, head_dim)"
+                    f"the model's config promises {tuple(promised)} (heads, head_dim)"
                 )
-            pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, new.to(pages.dtype))
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         for pages in (*self.keys, *self.values):

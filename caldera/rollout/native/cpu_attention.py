@@ -50,6 +50,7 @@ class CompiledAttention:
         scale: float,
         window: int | None,
     ) -> Tensor:
+        self._cache.check(layer.layer_idx, key, value)
         return self.turn_and_attend(
             layer.layer_idx, (_dense(query), _dense(key), _dense(value)), None, scale, window
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from caldera.errors import UnsupportedError
 from caldera.rollout.native import cpu_kernels as module
 from caldera.rollout.native.blocks import PAGE_SIZE, pages_for
 from caldera.rollout.native.cache import CacheShape, KVCache
@@ -125,6 +127,17 @@ def test_a_token_finds_the_same_bits_in_any_company() -> None:
         attention = CompiledAttention(kernels, some.cache, step)
         alone = attention.turn_and_attend(0, heads, None, 0.3, None)
         assert torch.equal(alone[0], together[row])
+
+
+def test_values_of_another_size_are_refused() -> None:
+    kernels = cpu_kernels(16)
+    assert kernels is not None
+    some = Sequences([1, 1], [4, 20], 2, 16)
+    attention = CompiledAttention(kernels, some.cache, some.step())
+    layer = SimpleNamespace(layer_idx=0)
+    query, key, value = torch.randn(2, 4, 16), torch.randn(2, 2, 16), torch.randn(2, 2, 8)
+    with pytest.raises(UnsupportedError, match=r"layer 0 has keys or values of shape \(2, 8\)"):
+        attention.attend(layer, query, key, value, 1.0, None)
 
 
 def test_a_compiler_that_fails(
