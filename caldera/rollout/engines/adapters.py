@@ -87,6 +87,7 @@ def _why_not_sglang(module: nn.Module, shape: AdapterShape, device: torch.device
     if any(shape.settings[key] for key in ("use_rslora", "rank_pattern", "alpha_pattern")):
         return "SGLang scales every layer by lora_alpha / lora_rank"
     layers = adapted_layers(base_module(module))
+    has_keys = any(layer.endswith(".k_proj") for layer in layers)
     for layer in layers:
         if not OF_SGLANG.fullmatch(layer):
             return f"SGLang may not know {layer} by that name"
@@ -94,6 +95,8 @@ def _why_not_sglang(module: nn.Module, shape: AdapterShape, device: torch.device
         needed = BESIDE.get(own)
         if needed is not None and f"{block}.{needed}" not in layers:
             return f"SGLang takes {layer} only beside {needed}"
+        if own == "q_proj" and has_keys and f"{block}.k_proj" not in layers:
+            return f"SGLang takes {layer} only beside k_proj, as others have it"
     return None
 
 

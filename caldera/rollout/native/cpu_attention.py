@@ -32,7 +32,7 @@ class CompiledAttention:
         first = (np.cumsum(counts) - counts)[owner] + done
         count = np.minimum(counts[owner] - done, MOST_OF_A_PART)
         place = (ends - counts)[owner] + done
-        arrays = (step.slots, first, count, place, tables[owner])
+        arrays = (step.slots, first, count, place, owner, tables)
         self._arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in arrays]
         seen = int((counts * ends).sum())
         threads = 1 if seen < FEW_POSITIONS else torch.get_num_threads()
@@ -50,7 +50,6 @@ class CompiledAttention:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        self._cache.check(layer.layer_idx, key, value)
         return self.turn_and_attend(
             layer.layer_idx, (_dense(query), _dense(key), _dense(value)), None, scale, window
         )
@@ -67,7 +66,7 @@ class CompiledAttention:
 
         With `turn`, cosines and sines (T, D), the queries and keys that are given are rotated.
         """
-        out = torch.empty(heads[0].shape)
+        out = heads[0].new_empty(heads[0].shape)
         self._kernels.attend(self._step, self._layer(number, heads, turn, out, scale, window))
         return out
 
@@ -82,7 +81,7 @@ class CompiledAttention:
     ) -> None:
         """All that a layer of small matrices does with the values that these point to; `heads` are
         room for its queries, keys and values."""
-        out = torch.empty(heads[0].shape)
+        out = heads[0].new_empty(heads[0].shape)
         layer = self._layer(number, heads, turn, out, scale, window)
         self._kernels.run_layer(self._step, layer, matrices)
 
@@ -91,6 +90,7 @@ class CompiledAttention:
         out: Tensor, scale: float, window: int | None,
     ) -> Layer:  # fmt: skip
         query, key, value = heads
+        self._cache.check(number, key, value)
         cos, sin = (each.data_ptr() for each in turn) if turn else (None, None)
         return Layer(
             query.data_ptr(), key.data_ptr(), value.data_ptr(),

@@ -26,7 +26,8 @@ struct Step {
     const Index *first;   // (P,) the first token of each part
     const Index *count;   // (P,) tokens of each part
     const Index *place;   // (P,) the position of the first in its sequence
-    const Index *tables;  // (P, W) the pages of the sequence
+    const Index *owner;   // (P,) the sequence of each part
+    const Index *tables;  // (S, W) the pages of each sequence
 };
 
 // One layer's tensors. A token's heads lie behind each other, tokens are `*_stride` cells apart.
@@ -149,7 +150,8 @@ struct Part {
     }
 
     const float *at(const float *pages, Index position) const {
-        const Index page = step.tables[part * step.table_width + position / PAGE_SIZE];
+        const Index *table = step.tables + step.owner[part] * step.table_width;
+        const Index page = table[position / PAGE_SIZE];
         return pages + (page * PAGE_SIZE + position % PAGE_SIZE) * stride + first_head * DIM;
     }
 

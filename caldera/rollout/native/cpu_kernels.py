@@ -38,7 +38,7 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("tokens", "parts", "table_width", "threads")),
-        *((name, c_void_p) for name in ("slots", "first", "count", "place", "tables")),
+        *((name, c_void_p) for name in ("slots", "first", "count", "place", "owner", "tables")),
     )  # fmt: skip
 
 
@@ -121,8 +121,9 @@ def cpu_kernels(head_dim: int) -> CpuKernels | None:
     assert compiler is not None, "it was asked whether there is one"
     try:
         return CpuKernels(ctypes.CDLL(str(_compiled(compiler, head_dim))))
-    except (subprocess.CalledProcessError, OSError) as error:
-        said = getattr(error, "stderr", None) or str(error)
+    except (subprocess.SubprocessError, OSError, RuntimeError) as error:  # as without a home
+        said = getattr(error, "stderr", None)
+        said = said if isinstance(said, str) and said else str(error)
         logger.warning("sampling without compiled kernels: %s: %s", compiler, said.strip()[-500:])
         return None
 

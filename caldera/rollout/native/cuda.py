@@ -25,7 +25,7 @@ from caldera.rollout.native.runner import Output, Runner
 from caldera.rollout.native.sampler import SamplingRows, uniforms
 from caldera.rollout.native.steps import Decode, Prefill
 from caldera.rollout.native.trunk import attending, compiled_trunk, plain_trunk
-from caldera.rollout.native.twin import Twin
+from caldera.rollout.native.twin import Twin, forget_pieces
 
 if TYPE_CHECKING:
     from caldera.rollout.native.few import FewSteps
@@ -76,6 +76,7 @@ class CudaRunner(Runner):
             self._graphs = DecodeGraphs(self._run_decode, self._sizes, self._state)
         elif weights_changed:
             self._twin.refresh()
+        forget_pieces(self._module)
 
     def _few_steps(self) -> FewSteps | None:
         from caldera.rollout.native.few import can_chain, few_steps

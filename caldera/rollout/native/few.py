@@ -20,10 +20,9 @@ from caldera.rollout.native.few_kernels import (
 )
 from caldera.rollout.native.graphs import DeviceState
 from caldera.rollout.native.kernels import combine_kernel
+from caldera.rollout.native.layer_parts import LAYERS
 from caldera.rollout.native.twin import joint_product
 
-LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "MistralDecoderLayer")
-"""Whose queries and keys are rotated as they come, by halves."""
 HEAD_WIDTHS = (64, 128)
 WIDEST, DEEPEST = 1024, 8192
 """Hidden and inner size. Larger layers are bound by reading weights, which cuBLAS does well."""
@@ -51,6 +50,11 @@ class _Layer:
     before: Tensor  # (H,) the norms' weights
     between: Tensor
 
+    @property
+    def sizes(self) -> tuple[torch.Size, ...]:
+        matrices = (self.inward, self.outward, self.gates, self.down)
+        return tuple(matrix.shape for matrix in matrices)
+
 
 def can_chain(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether kernels may be begun early, and tiles of weights fit into what a program has."""
@@ -65,11 +69,23 @@ def few_steps(module: nn.Module, state: DeviceState) -> FewSteps | None:
     norm = getattr(trunk, "norm", None)
     if norm is None or kind_of(norm) is not False or None in layers:
         return None
-    return FewSteps(module, cast(list[_Layer], layers), state)
+    known = cast(list[_Layer], layers)
+    if len({layer.sizes for layer in known}) > 1 or len(_numbers(module, norm)) > 1:
+        return None  # a step has room for layers of one size
+    return FewSteps(module, known, state)
+
+
+def _numbers(module: nn.Module, last: nn.Module) -> set[tuple[float, ...]]:
+    """What is added to squares and multiplies scores, in all layers and the last norm."""
+    found: set[tuple[float, ...]] = set()
+    for layer in cast(list[Any], decoder_layers(module)):
+        norms = (layer.input_layernorm, layer.post_attention_layernorm, last)
+        found |= {(epsilon_of(norm), layer.self_attn.scaling) for norm in norms}
+    return found
 
 
 def _known(layer: nn.Module) -> _Layer | None:
-    if type(layer).__name__ not in LAYERS:
+    if type(layer) not in LAYERS:
         return None
     parts = cast(Any, layer)
     attention, mlp = parts.self_attn, parts.mlp

@@ -5,8 +5,15 @@ from __future__ import annotations
 from typing import Any, cast
 
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from caldera.models.exact_norm import epsilon_of
+
+LAYERS = (LlamaDecoderLayer, Qwen2DecoderLayer, MistralDecoderLayer)
+"""Whose queries and keys are rotated as they come, by halves. A class of the same name that
+came with a model may compute something else."""
 
 
 class LayerParts:

@@ -10,24 +10,27 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.models.mistral.modeling_mistral import MistralModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from caldera.models.exact_norm import epsilon_of, kind_of
 from caldera.models.forward import base_module
 from caldera.rollout.native.cpu_attention import CompiledAttention
 from caldera.rollout.native.cpu_kernels import CpuKernels
-from caldera.rollout.native.layer_parts import LayerParts
+from caldera.rollout.native.layer_parts import LAYERS, LayerParts
 from caldera.rollout.native.packed_weights import PackedWeight
 from caldera.rollout.native.small import SmallLayer
 
-TRUNKS = ("LlamaModel", "Qwen2Model", "MistralModel")
-"""Whose queries and keys are rotated as they come, by halves."""
+TRUNKS = (LlamaModel, Qwen2Model, MistralModel)
 
 
 def is_lean(module: nn.Module) -> bool:
     """Whether a model is of a shape that is known here: with adapters it is not, say."""
     trunk = cast(Any, base_module(module).base_model)
     return (
-        type(trunk).__name__ in TRUNKS
+        type(trunk) in TRUNKS
+        and len(trunk.layers) == trunk.config.num_hidden_layers
         and type(trunk.embed_tokens) is nn.Embedding
         and kind_of(trunk.norm) is False
         and all(_is_lean_layer(layer) for layer in trunk.layers)
@@ -35,6 +38,8 @@ def is_lean(module: nn.Module) -> bool:
 
 
 def _is_lean_layer(layer: Any) -> bool:
+    if type(layer) not in LAYERS:
+        return False
     attention, mlp = layer.self_attn, layer.mlp
     inward = (attention.q_proj, attention.k_proj, attention.v_proj)
     linears = (*inward, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)

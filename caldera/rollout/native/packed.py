@@ -23,7 +23,7 @@ from caldera.rollout.native.packed_weights import SMALLEST, PackedWeight
 from caldera.rollout.native.runner import Runner
 from caldera.rollout.native.steps import Step
 from caldera.rollout.native.trunk import plain_trunk
-from caldera.rollout.native.twin import STACKS, put_joint, stackable
+from caldera.rollout.native.twin import STACKS, forget_pieces, put_joint, stackable
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class PackedTwin:
 
     def refresh(self, weights_changed: bool) -> None:
         """Pack the weights, unless that was done since they changed."""
+        forget_pieces(self.module)
         known = [(each._version, each.data_ptr()) for each in self._source.parameters()]
         if weights_changed or known != self._known:
             with torch.no_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from caldera.rollout.native.cpu_attention import CompiledAttention
@@ -59,6 +58,6 @@ class SmallLayer:
             *self._inward.addresses, *(weight.addresses[0] for weight in self._others),
             *self._sizes, *parts.epsilons, values.data_ptr(),
         )  # fmt: skip
-        heads = parts.heads(torch.empty(len(values), self._width))
+        heads = parts.heads(values.new_empty(len(values), self._width))
         attention.run_layer(parts.number, heads, turn, parts.scale, parts.window, matrices)
         return values

@@ -102,6 +102,13 @@ def put_joint(
         setattr(container, name, _Part(joint, index))
 
 
+def forget_pieces(module: nn.Module) -> None:
+    """Let no layer of a pass that was broken off hand out what that had computed."""
+    for part in module.modules():
+        if isinstance(part, _Part):
+            part.joint.forget()
+
+
 def _joined(parameters: list[nn.Parameter]) -> Tensor:
     """One tensor of all, of which the parameters become parts."""
     whole = torch.cat([parameter.data for parameter in parameters])
@@ -136,6 +143,10 @@ class _Joint:
         self._sizes = sizes
         self._pieces: tuple[Tensor, ...] | None = None
         self._left = 0
+
+    def forget(self) -> None:
+        if self._pieces is not None:
+            self._pieces = None
 
     def take(self, values: Tensor, index: int) -> Tensor:
         if self._pieces is None:

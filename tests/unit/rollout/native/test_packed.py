@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -131,6 +132,48 @@ def test_without_a_compiler(
     assert "there is no C++ compiler (g++, clang++, c++, or the variable CXX)" in caplog.text
     assert isinstance(rollout._runner, PackedRunner)
     assert rollout._runner._twin.lean is None
+    assert_alike(module, rollout)
+
+
+def test_a_step_that_breaks_off_leaves_nothing_behind() -> None:
+    module = build(Qwen3Config(**SIZES, head_dim=64))  # whose products are joint ones
+    rollout = sampler(module)
+    rollout.generate(work())
+    norm = rollout._runner._module.model.layers[1].self_attn.q_norm  # type: ignore[union-attr]
+    with (
+        patch.object(norm, "forward", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        rollout.generate(work())
+    assert_alike(module, rollout)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("size", [64, 256])
+def test_another_default_of_torch(size: int) -> None:
+    module = build(LlamaConfig(**SIZES | {"hidden_size": size}))
+    rollout = sampler(module)
+    want = rollout.generate(work())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = rollout.generate(work())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [a.token_ids for a in got] == [a.token_ids for a in want]
+
+
+@needs_a_compiler
+def test_a_class_of_the_same_name_is_not_taken_for_it() -> None:
+    module = build(LlamaConfig(**SIZES))
+    layer = module.model.layers[1]  # type: ignore[union-attr,index]
+
+    class LlamaDecoderLayer(type(layer)):  # type: ignore[misc]
+        def forward(self, hidden_states: Any, *given: Any, **named: Any) -> Any:
+            return 0.5 * super().forward(hidden_states, *given, **named)
+
+    layer.__class__ = LlamaDecoderLayer
+    rollout = sampler(module)
+    assert rollout._runner._twin.lean is None  # type: ignore[attr-defined]
     assert_alike(module, rollout)
 
 

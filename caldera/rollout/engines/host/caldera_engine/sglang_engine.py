@@ -77,8 +77,8 @@ class SGLangEngine:
         if not self._loop.run_until_complete(flushed).success:
             raise RuntimeError("SGLang does not drop what it has cached with other weights")
         if self._adapter is not None:
-            self._loop.run_until_complete(self._unload(self._adapter))
-            self._adapter = None
+            before, self._adapter = self._adapter, None
+            self._loop.run_until_complete(self._unload(before))
         if adapter is not None:
             self._adapter = self._load_adapter(adapter)
         self._version = version
