@@ -409,14 +409,14 @@ def test_health_models_and_metrics(serve: Serve) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_client_that_goes_away_frees_the_sampler(serve: Serve, streams: bool) -> None:
     served = serve()
-    asked = {"messages": ASKED, "max_tokens": 400, "ignore_eos": True, "stream": streams, "n": 4}
+    asked = {"messages": ASKED, "max_tokens": 600, "ignore_eos": True, "stream": streams, "n": 8}
     url = f"http://{served.server.address}{CHAT}"
     if streams:
         with httpx2.stream("POST", url, json=asked) as reply:
             next(reply.iter_bytes())
     else:
         with pytest.raises(httpx2.ReadTimeout):
-            httpx2.post(url, json=asked, timeout=0.3)
+            httpx2.post(url, json=asked, timeout=0.05)
     wait_until(lambda: served.metric("requests_cancelled_total") == 1)
     wait_until(lambda: not served.rollout.has_work())
     assert served.metric("requests_running") == 0
