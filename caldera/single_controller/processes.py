@@ -37,7 +37,7 @@ from caldera.single_controller.failure import (
 )
 from caldera.single_controller.process_main import START, STOP, RankSettings, run_rank
 from caldera.single_controller.resource_pool import ResourcePool
-from caldera.single_controller.transport import dumps, loads
+from caldera.single_controller.transport import dumps, keep_handovers_quiet, loads
 from caldera.single_controller.worker import Worker
 from caldera.single_controller.worker_group import ClassWithInitArgs, Pending, WorkerGroup
 
@@ -112,6 +112,7 @@ class ProcessWorkerGroup(WorkerGroup):
                 f"a local group on {len(resource_pool.store)} nodes {resource_pool.store}: "
                 "it takes one (trainer.nnodes); more need Ray"
             )
+        keep_handovers_quiet()
         visible = _visible_devices(resource_pool, device)
         recipe = dumps(make_worker)
         super().__init__(make_worker.cls, resource_pool.world_size, name)

@@ -7,8 +7,13 @@ process do. Everything else is pickled.
 
 from __future__ import annotations
 
+import functools
 import io
+import logging
+import sys
+from multiprocessing import resource_sharer
 from multiprocessing.reduction import ForkingPickler
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,6 +22,8 @@ from tensordict import TensorDict
 
 from caldera.protocol import DataProto, DataProtoFuture
 from caldera.protocol.inputs import entries
+
+logger = logging.getLogger(__name__)
 
 
 class _Pickler(ForkingPickler):
@@ -50,3 +57,21 @@ def loads(message: bytes) -> Any:
 def _portable(entry: Any) -> Any:
     """A tensor on the CPU without its history, since neither devices nor graphs are shared."""
     return entry.detach().cpu() if isinstance(entry, torch.Tensor) else entry
+
+
+@functools.cache
+def keep_handovers_quiet() -> None:
+    """Print no traceback when a process dies while it fetches memory of this one.
+
+    The thread that hands it out goes on, and whoever waits for that process tells of its end.
+    """
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        name = trace.tb_frame.f_globals.get("__name__") if trace else None
+        if name == resource_sharer.__name__ and isinstance(error, EOFError | OSError):
+            logger.debug("a process went away while it fetched memory: %r", error)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = tell

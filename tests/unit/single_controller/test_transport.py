@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
+import sys
+import time
+from multiprocessing import resource_sharer
 from typing import Any
 
 import numpy as np
@@ -10,7 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from caldera.protocol import DataProto, DataProtoFuture
-from caldera.single_controller.transport import dumps, loads
+from caldera.single_controller.transport import dumps, keep_handovers_quiet, loads
 
 
 def batch(rows: int = 1000) -> DataProto:
@@ -82,3 +88,28 @@ def test_a_future_arrives_resolved() -> None:
     got = loads(dumps(future))
     assert isinstance(got, DataProtoFuture)
     assert len(got.get()) == 4
+
+
+def test_a_process_that_dies_while_it_fetches_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, *_: told.append(kind))
+    keep_handovers_quiet.__wrapped__()
+    reader, writer = os.pipe()
+    handle = resource_sharer.DupFd(writer)
+    with caplog.at_level(logging.DEBUG), socket.socket(socket.AF_UNIX) as dying:
+        dying.connect(resource_sharer._resource_sharer._address)  # type: ignore[attr-defined]
+        dying.close()
+        deadline = time.monotonic() + 10
+        while "went away" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "a process went away while it fetched memory" in caplog.text
+    os.write(handle.detach(), b"x")  # the others get theirs
+    assert os.read(reader, 1) == b"x"
+    assert told == []
+    try:
+        raise EOFError
+    except EOFError:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    assert told == [EOFError]  # of anything else it is told
