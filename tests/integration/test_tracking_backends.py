@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,9 @@ def test_wandb_offline(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     log_to("wandb", here)
     (run,) = (here / "wandb").glob("offline-run-*/*.wandb")
+    deadline = time.monotonic() + 20  # a process of wandb's writes it, and may outlive the run
+    while b"actor/entropy" not in run.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)
     data = run.read_bytes()
     for text in (b"actor/entropy", b"mean@1", b"total_epochs", b"team", b"experiment"):
         assert text in data
