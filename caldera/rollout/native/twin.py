@@ -145,8 +145,7 @@ class _Joint:
         self._left = 0
 
     def forget(self) -> None:
-        if self._pieces is not None:
-            self._pieces = None
+        self._pieces = None
 
     def take(self, values: Tensor, index: int) -> Tensor:
         if self._pieces is None:
