@@ -9,13 +9,14 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-ver
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 # Two files of tests at a time, each on one thread, in the order that tests/conftest.py gives them.
 PYTEST_TWICE := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
+TRITON := 3.9.0
 TRACKING_TESTS := tests/integration/test_tracking_backends.py tests/integration/test_trace_backends.py
 
 .DEFAULT_GOAL := help
 # The suites share two cores and one environment: never run them side by side.
 .NOTPARALLEL:
-.PHONY: help demo demo-smollm2 test check unit integration e2e ray megatron tracking vllm sglang lint \
-	format clean
+.PHONY: help demo demo-smollm2 test check unit integration e2e ray megatron kernels tracking vllm \
+	sglang lint format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | \
@@ -45,6 +46,9 @@ ray: $(VENV)/.stamp-dev $(VENV)/.stamp-ray ## Tests of worker groups on a real R
 
 megatron: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-megatron ## Tests of strategy=megatron on CPU ranks
 	RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 $(PYTEST) tests/megatron --timeout=600
+
+kernels: $(VENV)/.stamp-dev .triton/.stamp ## Tests of Triton's kernels in its interpreter
+	PYTHONPATH=$(CURDIR)/.triton TRITON_INTERPRET=1 $(PYTEST_TWICE) tests/kernels --timeout=300
 
 tracking: $(VENV)/.stamp-dev $(VENV)/.stamp-tracking .venv-loggers/.stamp ## Tests of loggers with their real libraries
 	$(PYTEST) $(TRACKING_TESTS) --timeout=120 -k 'not (mlflow or swanlab or clearml)'
@@ -144,4 +148,12 @@ $(VENV)/.stamp-tracking: $(VENV)/.stamp-core
 	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
 		> "$$(.venv-loggers/bin/python -c 'import site; print(site.getsitepackages()[0])')/caldera.pth"
 	@.venv-loggers/bin/python -c 'import clearml, mlflow, swanlab'
+	@touch $@
+
+# Beside the environment, for a PyTorch that finds Triton would use it.
+.triton/.stamp: $(VENV)/.stamp-venv
+	@echo "Installing Triton (once, about half a minute, 1 GB)"
+	@rm -rf .triton
+	@$(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check --target .triton \
+		triton==$(TRITON)
 	@touch $@

@@ -1,26 +1,15 @@
 """The head's Triton kernels in Triton's interpreter, against the same operations in PyTorch.
 
-    TRITON_INTERPRET=1 pytest tests/unit/models/test_head_kernels.py
-
-Left out without that variable, which must be set before Triton is first imported. tests/gpu has
-the tests on a GPU.
+tests/gpu has the tests on a GPU.
 """
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 from torch import Tensor
 
-from caldera.models import head
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
-pytest.importorskip("triton")
-
-from caldera.models import triton_head
+from caldera.models import head, triton_head
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TILE = triton_head.DEPTH * triton_head.LANES

@@ -1,14 +1,10 @@
 """Decode steps of few sequences in Triton's interpreter, against the model as transformers runs it.
 
-    TRITON_INTERPRET=1 pytest tests/unit/rollout/native/test_few.py
-
-Left out without that variable, which must be set before Triton is first imported. tests/gpu has
-the tests on a GPU.
+tests/gpu has the tests on a GPU.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -18,17 +14,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from caldera.models.attention import ATTENTION, PackedSequences
 from caldera.models.forward import hidden_states
-from caldera.rollout.native.twin import Twin
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
-pytest.importorskip("triton")
-
 from caldera.rollout.native.attention import PagedPrefill
 from caldera.rollout.native.cache import CacheShape, KVCache
 from caldera.rollout.native.few import few_steps
 from caldera.rollout.native.graphs import DeviceState
 from caldera.rollout.native.kernels import begin_step
+from caldera.rollout.native.twin import Twin
 
 CPU = torch.device("cpu")
 PAGES = 5

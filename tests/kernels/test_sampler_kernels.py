@@ -1,0 +1,68 @@
+"""The kernels of decoding: attention over pages, and the choice of tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from caldera.rollout.native.kernels import attend_pages, choose
+
+
+@pytest.mark.parametrize(("size", "window"), [(3, None), (3, 20), (300, None)])
+def test_attention_over_pages(size: int, window: int | None, device: torch.device) -> None:
+    torch.manual_seed(0)
+    heads, key_heads, width, pages = 14, 2, 80, 9
+    positions = torch.randint(0, 16 * pages, (size,), device=device)
+    positions[0] = -1
+    tables = torch.randperm(size * pages, device=device).view(size, pages).int()
+    keys = torch.randn(size * pages, 16, key_heads, width, device=device)
+    values = torch.randn_like(keys)
+    query, key, value = (
+        torch.randn(size, count, width, device=device) for count in (heads, key_heads, key_heads)
+    )
+    inputs = torch.zeros(5, size, dtype=torch.int32, device=device)
+    inputs[0], inputs[1] = torch.arange(size), positions
+    pointers = torch.tensor([keys.data_ptr(), values.data_ptr()], device=device)
+    cached = [pages_of.clone() for pages_of in (keys, values)]
+    out = attend_pages(query, key, value, pointers, inputs, tables, width**-0.5, window)
+    for row in range(1, size):
+        count = int(positions[row])
+        own = [
+            torch.cat([every[tables[row].long()].flatten(0, 1)[:count], new[row : row + 1]])
+            for every, new in zip(cached, (key, value), strict=True)
+        ]
+        seen = [each[-window:] if window else each for each in own]
+        k, v = (each.repeat_interleave(heads // key_heads, 1).transpose(0, 1) for each in seen)
+        want = F.scaled_dot_product_attention(query[row][:, None], k, v).squeeze(1)
+        torch.testing.assert_close(out[row], want, rtol=1e-4, atol=1e-5)
+        slot = int(tables[row, count // 16]), count % 16
+        assert torch.equal(keys[slot], key[row])
+        assert torch.equal(values[slot], value[row])
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("vocabulary", [300, 151936])
+def test_the_choice_of_tokens(vocabulary: int, raw: bool, device: torch.device) -> None:
+    torch.manual_seed(0)
+    size = 24
+    logits = (3 * torch.randn(size, vocabulary, device=device)).bfloat16()
+    uniform = torch.rand(size, device=device)
+    temperature = 0.5 + torch.rand(size, device=device)
+    inputs = torch.zeros(5, size, dtype=torch.int32, device=device)
+    inputs[0] = torch.arange(size)
+    inputs[3], inputs[4] = uniform.view(torch.int32), (1 / temperature).view(torch.int32)
+    inputs[4, 0] = 0
+    newest = torch.zeros(size, dtype=torch.int64, device=device)
+    told = choose(logits, inputs, newest, raw)
+    temperature[0] = 1
+    scaled = logits.double() / temperature[:, None].double()
+    reached = scaled.softmax(-1).cumsum(-1)
+    want = torch.searchsorted(reached, uniform.double()[:, None]).squeeze(1)
+    want[0] = logits[0].argmax()
+    tokens = told[0].long()
+    assert (tokens == want).float().mean() > 0.9
+    assert torch.equal(newest, tokens)
+    plain = logits.double() if raw else scaled
+    log_probs = plain.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    torch.testing.assert_close(told[1].view(torch.float32).double(), log_probs, rtol=0, atol=1e-4)
