@@ -10,6 +10,7 @@ from caldera.models.attention import AttentionLayer
 from caldera.rollout.native.blocks import PAGE_SIZE, IntArray, pages_for
 from caldera.rollout.native.cache import KVCache
 from caldera.rollout.native.cpu_kernels import CpuKernels, Layer, Matrices, Step
+from caldera.rollout.native.layer_parts import AttentionParts
 from caldera.rollout.native.steps import Chunks, Decode, Prefill
 
 MOST_OF_A_PART = 4
@@ -50,54 +51,52 @@ class CompiledAttention:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        return self.turn_and_attend(
-            layer.layer_idx, (_dense(query), _dense(key), _dense(value)), None, scale, window
-        )
+        parts = AttentionParts(layer.layer_idx, scale, window)
+        return self.turn_and_attend(parts, (_dense(query), _dense(key), _dense(value)), None)
 
     def turn_and_attend(
         self,
-        number: int,
+        parts: AttentionParts,
         heads: tuple[Tensor, Tensor, Tensor],
         turn: tuple[Tensor, Tensor] | None,
-        scale: float,
-        window: int | None,
     ) -> Tensor:
         """Of the layer's queries, keys and values (T, H, D), the cells of a token dense.
 
-        With `turn`, cosines and sines (T, D), the queries and keys that are given are rotated.
+        With `turn`, cosines and sines (T, D), the queries and keys that are given are changed:
+        normed, if the layer does that, and rotated.
         """
         out = heads[0].new_empty(heads[0].shape)
-        self._kernels.attend(self._step, self._layer(number, heads, turn, out, scale, window))
+        self._kernels.attend(self._step, self._layer(parts, heads, turn, out))
         return out
 
     def run_layer(
         self,
-        number: int,
+        parts: AttentionParts,
         heads: tuple[Tensor, Tensor, Tensor],
         turn: tuple[Tensor, Tensor],
-        scale: float,
-        window: int | None,
         matrices: Matrices,
     ) -> None:
         """All that a layer of small matrices does with the values that these point to; `heads` are
         room for its queries, keys and values."""
         out = heads[0].new_empty(heads[0].shape)
-        layer = self._layer(number, heads, turn, out, scale, window)
-        self._kernels.run_layer(self._step, layer, matrices)
+        self._kernels.run_layer(self._step, self._layer(parts, heads, turn, out), matrices)
 
     def _layer(
-        self, number: int, heads: tuple[Tensor, Tensor, Tensor], turn: tuple[Tensor, Tensor] | None,
-        out: Tensor, scale: float, window: int | None,
+        self, parts: AttentionParts, heads: tuple[Tensor, Tensor, Tensor],
+        turn: tuple[Tensor, Tensor] | None, out: Tensor,
     ) -> Layer:  # fmt: skip
         query, key, value = heads
+        number, norms = parts.number, parts.norms
         self._cache.check(number, key, value)
         cos, sin = (each.data_ptr() for each in turn) if turn else (None, None)
         return Layer(
             query.data_ptr(), key.data_ptr(), value.data_ptr(),
             query.stride(0), key.stride(0), value.stride(0),
             cos, sin,
+            norms.query.data_ptr() if norms else None, norms.key.data_ptr() if norms else None,
             self._cache.keys[number].data_ptr(), self._cache.values[number].data_ptr(),
-            out.data_ptr(), query.shape[1], key.shape[1], window or 0, scale,
+            out.data_ptr(), query.shape[1], key.shape[1], parts.window or 0, parts.scale,
+            norms.epsilon if norms else 0.0,
         )  # fmt: skip
 
 

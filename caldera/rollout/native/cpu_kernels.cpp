@@ -36,11 +36,12 @@ struct Layer {
     const float *value;
     Index query_stride, key_stride, value_stride;
     const float *cos, *sin;  // (T, D) to rotate queries and keys by, or null
+    const float *query_norm, *key_norm;  // (D,) weights of each head's norm, or null
     float *keys, *values;    // (pages, PAGE_SIZE, Hkv, D)
     float *out;              // (T, Hq, D)
     Index query_heads, key_heads;
     Index window;            // positions that a token sees, itself included; 0: all
-    float scale;
+    float scale, head_epsilon;
 };
 
 template <int WIDTH>
@@ -98,7 +99,26 @@ static void rotate(float *head, const float *cos, const float *sin) {
     }
 }
 
-// Rotate a token's queries and keys, and keep its keys and values.
+static void normalise(const float *from, float *to, Index size, float epsilon) {
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (Index i = 0; i < size; i++) total += from[i] * from[i];
+    const float factor = 1.0f / std::sqrt(total / size + epsilon);
+#pragma omp simd
+    for (Index i = 0; i < size; i++) to[i] = from[i] * factor;
+}
+
+// What a head of queries or keys goes through before it is used.
+static void prepare(float *head, const float *norm, float epsilon, const float *cos,
+                    const float *sin) {
+    if (norm) {
+        normalise(head, head, DIM, epsilon);
+        for (Index d = 0; d < DIM; d++) head[d] *= norm[d];
+    }
+    rotate(head, cos, sin);
+}
+
+// Prepare a token's queries and keys, and keep its keys and values.
 static void take_in(const Step &step, const Layer &layer, Index token) {
     const Index kept = layer.key_heads * DIM;
     float *key = layer.key + token * layer.key_stride;
@@ -106,9 +126,9 @@ static void take_in(const Step &step, const Layer &layer, Index token) {
         const float *cos = layer.cos + token * DIM, *sin = layer.sin + token * DIM;
         float *query = layer.query + token * layer.query_stride;
         for (Index head = 0; head < layer.query_heads; head++)
-            rotate(query + head * DIM, cos, sin);
+            prepare(query + head * DIM, layer.query_norm, layer.head_epsilon, cos, sin);
         for (Index head = 0; head < layer.key_heads; head++)
-            rotate(key + head * DIM, cos, sin);
+            prepare(key + head * DIM, layer.key_norm, layer.head_epsilon, cos, sin);
     }
     const Index cell = step.slots[token] * kept;
     std::memcpy(layer.keys + cell, key, 4 * kept);
@@ -265,15 +285,6 @@ extern "C" void caldera_attend(const Step *step, const Layer *layer) {
         for (Index token = 0; token < step->tokens; token++) take_in(*step, *layer, token);
         attend_all(*step, *layer);
     }
-}
-
-static void normalise(const float *from, float *to, Index size, float epsilon) {
-    float total = 0;
-#pragma omp simd reduction(+ : total)
-    for (Index i = 0; i < size; i++) total += from[i] * from[i];
-    const float factor = 1.0f / std::sqrt(total / size + epsilon);
-#pragma omp simd
-    for (Index i = 0; i < size; i++) to[i] = from[i] * factor;
 }
 
 // Each row (T, H) over the root of its mean square.

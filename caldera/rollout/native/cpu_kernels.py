@@ -48,9 +48,10 @@ class Layer(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("query", "key", "value")),
         *((name, c_int64) for name in ("query_stride", "key_stride", "value_stride")),
-        *((name, c_void_p) for name in ("cos", "sin", "keys", "values", "out")),
+        *((name, c_void_p) for name in ("cos", "sin", "query_norm", "key_norm")),
+        *((name, c_void_p) for name in ("keys", "values", "out")),
         *((name, c_int64) for name in ("query_heads", "key_heads", "window")),
-        ("scale", c_float),
+        *((name, c_float) for name in ("scale", "head_epsilon")),
     )  # fmt: skip
 
 

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from caldera.models.exact_norm import epsilon_of
 
 LAYERS = (LlamaDecoderLayer, Qwen2DecoderLayer, MistralDecoderLayer)
 """Whose queries and keys are rotated as they come, by halves. A class of the same name that
 came with a model may compute something else."""
+LAYERS_WITH_HEAD_NORMS = (Qwen3DecoderLayer,)
+"""The same, but each head of queries and keys has its norm first."""
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """Of each head before it is rotated: the weights (D,), as they are at the time."""
+
+    query: Tensor
+    key: Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class AttentionParts:
+    """How a layer attends."""
+
+    number: int
+    scale: float
+    window: int | None
+    norms: HeadNorms | None = None
 
 
 class LayerParts:
@@ -22,8 +45,6 @@ class LayerParts:
     def __init__(self, layer: nn.Module) -> None:
         parts = cast(Any, layer)
         attention, mlp = parts.self_attn, parts.mlp
-        self.number: int = attention.layer_idx
-        self.scale: float = attention.scaling
         norms = (parts.input_layernorm, parts.post_attention_layernorm)
         self.epsilons = [epsilon_of(norm) for norm in norms]
         self.scales: list[Tensor] = [norm.weight for norm in norms]
@@ -36,7 +57,12 @@ class LayerParts:
         self._sizes = [linear.out_features // self._head_dim for linear in self.inward]
         is_mistral = type(layer).__name__.startswith("Mistral")
         holder = attention.config if is_mistral else attention
-        self.window: int | None = getattr(holder, "sliding_window", None)
+        window: int | None = getattr(holder, "sliding_window", None)
+        head_norms = None
+        if isinstance(layer, LAYERS_WITH_HEAD_NORMS):
+            query, key = attention.q_norm, attention.k_norm
+            head_norms = HeadNorms(query.weight, key.weight, epsilon_of(query))
+        self.attention = AttentionParts(attention.layer_idx, attention.scaling, window, head_norms)
 
     def heads(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (T, H, D) of what lies behind each other, (T, N)."""

@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.mistral.modeling_mistral import MistralModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from caldera.models.exact_norm import epsilon_of, kind_of
 from caldera.models.forward import base_module
 from caldera.rollout.native.cpu_attention import CompiledAttention
 from caldera.rollout.native.cpu_kernels import CpuKernels
-from caldera.rollout.native.layer_parts import LAYERS, LayerParts
+from caldera.rollout.native.layer_parts import LAYERS, LAYERS_WITH_HEAD_NORMS, LayerParts
 from caldera.rollout.native.packed_weights import PackedWeight
 from caldera.rollout.native.small import SmallLayer
 
-TRUNKS = (LlamaModel, Qwen2Model, MistralModel)
+TRUNKS = (LlamaModel, Qwen2Model, Qwen3Model, MistralModel)
 
 
 def is_lean(module: nn.Module) -> bool:
@@ -38,9 +39,12 @@ def is_lean(module: nn.Module) -> bool:
 
 
 def _is_lean_layer(layer: Any) -> bool:
-    if type(layer) not in LAYERS:
+    if type(layer) not in LAYERS + LAYERS_WITH_HEAD_NORMS:
         return False
     attention, mlp = layer.self_attn, layer.mlp
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    if type(layer) in LAYERS_WITH_HEAD_NORMS:
+        norms += [attention.q_norm, attention.k_norm]
     inward = (attention.q_proj, attention.k_proj, attention.v_proj)
     linears = (*inward, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     return (
@@ -48,8 +52,7 @@ def _is_lean_layer(layer: Any) -> bool:
         and len({linear.bias is None for linear in inward}) == 1
         and mlp.gate_proj.weight.dtype == torch.float32  # norms become part of the weights
         and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
-        and kind_of(layer.input_layernorm) is False
-        and kind_of(layer.post_attention_layernorm) is False
+        and all(kind_of(norm) is False for norm in norms)
     )
 
 
@@ -98,7 +101,7 @@ class LeanLayer:
         """values (T, H)."""
         parts = self._parts
         heads = parts.heads(self._inward(self._kernels.normalise(values, parts.epsilons[0])))
-        found = attention.turn_and_attend(parts.number, heads, turn, parts.scale, parts.window)
+        found = attention.turn_and_attend(parts.attention, heads, turn)
         values = self._outward.added(found.flatten(1), values)
         normed = self._kernels.normalise(values, parts.epsilons[1])
         return self._down.added(self._up.gated(normed, self._gate.swished(normed)), values)

@@ -59,5 +59,5 @@ class SmallLayer:
             *self._sizes, *parts.epsilons, values.data_ptr(),
         )  # fmt: skip
         heads = parts.heads(values.new_empty(len(values), self._width))
-        attention.run_layer(parts.number, heads, turn, parts.scale, parts.window, matrices)
+        attention.run_layer(parts.attention, heads, turn, matrices)
         return values

@@ -18,6 +18,7 @@ from caldera.rollout.native.blocks import PAGE_SIZE, pages_for
 from caldera.rollout.native.cache import CacheShape, KVCache
 from caldera.rollout.native.cpu_attention import CompiledAttention
 from caldera.rollout.native.cpu_kernels import cpu_kernels, why_not
+from caldera.rollout.native.layer_parts import AttentionParts
 from caldera.rollout.native.steps import Chunks, Decode, Prefill
 
 CPU = torch.device("cpu")
@@ -95,7 +96,7 @@ def test_attention_of_any_mix(data: st.DataObject) -> None:
     kernels = cpu_kernels(head_dim)
     assert kernels is not None
     attention = CompiledAttention(kernels, some.cache, some.step())
-    got = attention.turn_and_attend(0, parts, None, 0.3, window)
+    got = attention.turn_and_attend(AttentionParts(0, 0.3, window), parts, None)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     kept = some.cache.keys[0].view(-1, heads, head_dim)[some.slots]
     assert torch.equal(kept, key)
@@ -108,7 +109,7 @@ def test_scores_far_apart() -> None:
     kernels = cpu_kernels(16)
     assert kernels is not None
     attention = CompiledAttention(kernels, some.cache, some.step())
-    got = attention.turn_and_attend(0, heads, None, 1.0, None)
+    got = attention.turn_and_attend(AttentionParts(0, 1.0, None), heads, None)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -119,13 +120,13 @@ def test_a_token_finds_the_same_bits_in_any_company() -> None:
     some = Sequences([1] * len(befores), befores, 2, 24)
     query, key, value = torch.randn(9, 6, 24), torch.randn(9, 2, 24), torch.randn(9, 2, 24)
     attention = CompiledAttention(kernels, some.cache, some.step())
-    together = attention.turn_and_attend(0, (query, key, value), None, 0.3, None)
+    together = attention.turn_and_attend(AttentionParts(0, 0.3, None), (query, key, value), None)
     for row, (slot, end) in enumerate(zip(some.slots, some.ends, strict=True)):
         one = np.array([row])
         step = Decode(one, one, slot[None], end[None], some.tables[one])
         heads = (query[one], key[one], value[one])
         attention = CompiledAttention(kernels, some.cache, step)
-        alone = attention.turn_and_attend(0, heads, None, 0.3, None)
+        alone = attention.turn_and_attend(AttentionParts(0, 0.3, None), heads, None)
         assert torch.equal(alone[0], together[row])
 
 

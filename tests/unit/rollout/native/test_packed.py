@@ -50,6 +50,8 @@ def build(config: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
     for name, parameter in module.named_parameters():
         if name.endswith("bias"):  # they begin at nothing
             nn.init.normal_(parameter)
+        if name.endswith("norm.weight"):  # and these at ones
+            nn.init.normal_(parameter, 1.0, 0.3)
     return module.eval()
 
 
@@ -107,10 +109,12 @@ def test_packed_weights_sample_what_plain_ones_do(
         (LlamaConfig(**SIZES | {"hidden_size": 64, "intermediate_size": 96}), SmallLayer),
         (Qwen2Config(**SIZES | {"hidden_size": 64, "intermediate_size": 96}), SmallLayer),
         (MistralConfig(**SIZES | {"hidden_size": 64}, sliding_window=5), SmallLayer),
+        (Qwen3Config(**SIZES | {"hidden_size": 64}, head_dim=32), SmallLayer),
+        (Qwen3Config(**SIZES, head_dim=64, attention_bias=True), LeanLayer),
         (LlamaConfig(**SIZES | {"hidden_size": 96, "intermediate_size": 50}), LeanLayer),
         (LlamaConfig(**SIZES), LeanLayer),
     ],
-    ids=["plain", "biases", "window", "odd-sizes", "large"],
+    ids=["plain", "biases", "window", "more-norms", "norms-and-biases", "odd-sizes", "large"],
 )
 @pytest.mark.parametrize("chunked", [False, True])
 def test_layers_of_each_kind(config: Any, kind: type, chunked: bool) -> None:
@@ -136,12 +140,12 @@ def test_without_a_compiler(
 
 
 def test_a_step_that_breaks_off_leaves_nothing_behind() -> None:
-    module = build(Qwen3Config(**SIZES, head_dim=64))  # whose products are joint ones
+    module = build(LlamaConfig(**SIZES, hidden_act="gelu"))  # gate and up are one product
     rollout = sampler(module)
     rollout.generate(work())
-    norm = rollout._runner._module.model.layers[1].self_attn.q_norm  # type: ignore[union-attr]
+    gate = rollout._runner._module.model.layers[1].mlp.act_fn  # type: ignore[union-attr,index]
     with (
-        patch.object(norm, "forward", side_effect=KeyboardInterrupt),
+        patch.object(gate, "forward", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         rollout.generate(work())
