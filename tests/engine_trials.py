@@ -7,11 +7,17 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 from caldera.config import RolloutConfig
 from caldera.config.rollout import CheckpointEngineConfig
@@ -19,8 +25,15 @@ from caldera.demo import smollm2
 from caldera.errors import RolloutError
 from caldera.models.attention import ATTENTION
 from caldera.rollout import ROLLOUTS, AsyncSampler, Completion, Request, SamplingParams
+from caldera.rollout.engines.host.caldera_engine.buckets import ADAPTER_FILE
 from caldera.rollout.engines.probe import probe_module
+from caldera.rollout.engines.process import EngineProcess
 from caldera.rollout.engines.rollout import EngineRollout
+from caldera.rollout.engines.weights import ModuleWeights
+from caldera.trainer.main_ppo import main
+
+if TYPE_CHECKING:
+    from tests.conftest import Lab
 
 QUESTIONS = [
     "What is the capital of France?",
@@ -30,6 +43,11 @@ QUESTIONS = [
 ]
 CPU = torch.device("cpu")
 LENGTHS: dict[str, Any] = {"prompt_length": 128, "response_length": 64, "dtype": "float32"}
+SCORER = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(len(solution_str))
+"""
+"""Tells the answers to a prompt apart, whatever a model says."""
 
 
 def python_of(engine: str) -> str:
@@ -94,9 +112,9 @@ class EngineTrials:
     def test_greedy_is_that_of_the_native_sampler(
         self, rollout: EngineRollout, model: torch.nn.Module, greedy: list[Request]
     ) -> None:
-        native = _native(model, greedy)
-        assert_same(rollout.generate(greedy), native)
-        assert native[0].finish_reason == "stop" and native[1].finish_reason == "length"
+        expected = native(model, greedy)
+        assert_same(rollout.generate(greedy), expected)
+        assert [each.finish_reason for each in expected[:2]] == ["stop", "length"]
 
     def test_samples_tell_what_they_were_asked_for(
         self, rollout: EngineRollout, model: torch.nn.Module, prompts: list[list[int]]
@@ -110,15 +128,29 @@ class EngineTrials:
         whole = Request(
             [*prompts[0], *sampled.token_ids], SamplingParams(1, prompt_logprobs=True), 0
         )
-        expected = _native(model, [whole])[0].prompt_log_probs
+        expected = native(model, [whole])[0].prompt_log_probs
         assert expected is not None
         count = len(prompts[0]) - 1
         assert sampled.prompt_log_probs == pytest.approx(expected[:count], abs=1e-2)
-        first = _native(model, [Request(prompts[0], params, 1)])[0].top_log_probs
+        first = native(model, [Request(prompts[0], params, 1)])[0].top_log_probs
         assert first is not None
         assert [v for _, v in sampled.top_log_probs[0]] == pytest.approx(
             [v for _, v in first[0]], abs=1e-2
         )
+
+    def test_the_longest_requests(
+        self, rollout: EngineRollout, model: torch.nn.Module, prompts: list[list[int]]
+    ) -> None:
+        """Of prompt and answer together as many tokens as there may be, and none less."""
+        longest = LENGTHS["prompt_length"] + LENGTHS["response_length"]
+        asked = [
+            Request(
+                (prompts[1] * longest)[: longest - new],
+                SamplingParams(new, temperature=0.0, ignore_eos=True), 0,
+            )
+            for new in (1, 12)
+        ]  # fmt: skip
+        assert_same(rollout.generate(asked), native(model, asked))
 
     def test_tasks_stream_and_give_up(
         self, rollout: EngineRollout, greedy: list[Request], tokenizer: PreTrainedTokenizerBase
@@ -162,7 +194,7 @@ class EngineTrials:
         _change(model, seed=1)
         rollout.load_weights(model.state_dict().items(), version=7)
         rollout.expect(probe_module(model, CPU, 64))
-        assert_same(rollout.generate(greedy), _native(model, greedy), version=7)
+        assert_same(rollout.generate(greedy), native(model, greedy), version=7)
         assert [version for version, _ in finished[0].weight_versions] == [0, 7]
         assert sum(count for _, count in finished[0].weight_versions) == 24
         assert rollout.restarts == before
@@ -179,7 +211,7 @@ class EngineTrials:
         assert not rollout.has_work()
         rollout.load_weights(model.state_dict().items(), version=9)
         rollout.expect(probe_module(model, CPU, 64))
-        assert_same(rollout.generate(greedy[:1]), _native(model, greedy[:1]), version=9)
+        assert_same(rollout.generate(greedy[:1]), native(model, greedy[:1]), version=9)
 
     def test_it_sleeps_and_wakes_up(
         self, rollout: EngineRollout, model: torch.nn.Module, greedy: list[Request]
@@ -189,12 +221,12 @@ class EngineTrials:
             rollout.generate(greedy)
         rollout.wake_up("weights")
         rollout.wake_up("kv_cache")
-        assert_same(rollout.generate(greedy[:1]), _native(model, greedy[:1]))
+        assert_same(rollout.generate(greedy[:1]), native(model, greedy[:1]))
 
     def test_a_killed_engine_loses_nothing(
         self, rollout: EngineRollout, model: torch.nn.Module, greedy: list[Request]
     ) -> None:
-        expected = _native(model, greedy)
+        expected = native(model, greedy)
         found: dict[int, Completion] = {}
         numbers = [rollout.add(each, None, found.__setitem__) for each in greedy]
         with rollout.stepping():
@@ -217,7 +249,7 @@ def assert_same(
         assert version is None or set(our.token_versions()) == {version}
 
 
-def _native(model: torch.nn.Module, requests: list[Request]) -> list[Completion]:
+def native(model: torch.nn.Module, requests: list[Request]) -> list[Completion]:
     return ROLLOUTS["native"](RolloutConfig(**LENGTHS), model, CPU).generate(requests)
 
 
@@ -227,3 +259,90 @@ def _change(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.003)
+
+
+# ---- adapters
+
+
+class Order(NamedTuple):
+    """What an engine was told to do."""
+
+    what: str
+    pid: int
+    arguments: dict[str, Any]
+
+
+def note_orders(monkeypatch: pytest.MonkeyPatch) -> list[Order]:
+    """What engines are told to do from now on, other than to sample."""
+    orders: list[Order] = []
+    call = EngineProcess._call
+
+    def noted(self: EngineProcess, what: str, **arguments: Any) -> Any:
+        orders.append(Order(what, self.pid, arguments))
+        return call(self, what, **arguments)
+
+    monkeypatch.setattr(EngineProcess, "_call", noted)
+    return orders
+
+
+def change_adapter(model: torch.nn.Module, rollout: EngineRollout, version: int) -> None:
+    """Another adapter, of the same model, as if it had been trained."""
+    torch.manual_seed(version)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".lora_" in name:
+                weight.normal_(std=0.4)
+    rollout.update(ModuleWeights(model), version)
+    rollout.expect(probe_module(model, CPU, 64))
+
+
+def spoil_adapter(rollout: EngineRollout) -> None:
+    """One bit of what is on its way to the engines is another."""
+    adapters = rollout._weights._adapters
+    assert adapters is not None and adapters.newest is not None
+    file = Path(adapters.newest["path"]) / ADAPTER_FILE
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def small_model(lab: Lab, folder: Path) -> Path:
+    """With heads of 32, which is the least that vLLM's kernels for CPUs take."""
+    tokenizer = AutoTokenizer.from_pretrained(lab.model)
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
+        tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def assert_trains_an_adapter(
+    lab: Lab, folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str
+) -> None:
+    """Each step of a run changes the adapter, and samples with what the step before made of it."""
+    orders = note_orders(monkeypatch)
+    (folder / "scorer.py").write_text(SCORER)
+    arguments = lab.overrides(
+        folder / "run",
+        f"actor_rollout_ref.model.path={small_model(lab, folder / 'model')}",
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.actor.optim.lr=0.02",
+        f"custom_reward_function.path={folder / 'scorer.py'}",
+        "trainer.total_training_steps=3",
+        *more,
+    )
+    assert main(arguments) == 0
+    rows = lab.metrics(folder / "run")
+    assert [row["training/global_step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["actor/grad_norm"] > 0
+        assert row["training/rollout_probs_diff_max"] < 1e-5
+    pushed = [each.arguments for each in orders if each.what == "use_weights"]
+    versions = [each["version"] for each in pushed]
+    assert len(set(versions)) == 3 and versions == sorted(versions)
+    assert len({each["adapter"]["checksum"] for each in pushed}) == 3
+    assert [each.what for each in orders].count("load_bucket") == 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -16,12 +14,19 @@ from caldera.errors import RolloutError
 from caldera.models.attention import ATTENTION
 from caldera.models.forward import without_adapter
 from caldera.rollout import ROLLOUTS, Completion, Request, SamplingParams
-from caldera.rollout.engines.host.caldera_engine.buckets import ADAPTER_FILE
 from caldera.rollout.engines.probe import probe_module
-from caldera.rollout.engines.process import EngineProcess
 from caldera.rollout.engines.rollout import EngineRollout
 from caldera.rollout.engines.weights import ModuleWeights
-from tests.engine_trials import CPU, LENGTHS, assert_same, python_of
+from tests.engine_trials import (
+    CPU,
+    LENGTHS,
+    assert_same,
+    change_adapter,
+    native,
+    note_orders,
+    python_of,
+    spoil_adapter,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -53,49 +58,22 @@ def rollout(model: torch.nn.Module) -> Iterator[EngineRollout]:
     made.close()
 
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the engine is told to do with its weights."""
-    orders: list[str] = []
-    call = EngineProcess._call
-
-    def noted(self: EngineProcess, what: str, **arguments: Any) -> Any:
-        orders.append(what)
-        return call(self, what, **arguments)
-
-    monkeypatch.setattr(EngineProcess, "_call", noted)
-    return orders
-
-
-def train(model: torch.nn.Module, rollout: EngineRollout, version: int) -> None:
-    """Another adapter, of the same model."""
-    torch.manual_seed(version)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if ".lora_" in name:
-                weight.normal_(std=0.4)
-    rollout.update(ModuleWeights(model), version)
-    rollout.expect(probe_module(model, CPU, 64))
-
-
 def requests(count: int = 4) -> list[Request]:
     params = SamplingParams(40, temperature=0.0, ignore_eos=True)
     return [Request([5 + n, 6, 7 + n], params, n) for n in range(count)]
 
 
-def native(model: torch.nn.Module, asked: list[Request]) -> list[Completion]:
-    return ROLLOUTS["native"](RolloutConfig(**LENGTHS), model, CPU).generate(asked)
-
-
 def test_the_adapter_alone_goes_over(
-    rollout: EngineRollout, model: torch.nn.Module, told: list[str]
+    rollout: EngineRollout, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    orders = note_orders(monkeypatch)
     for version in (1, 2):
-        train(model, rollout, version)
+        change_adapter(model, rollout, version)
         expected = native(model, requests())
         assert_same(rollout.generate(requests()), expected, version)
     with without_adapter(model):
         assert native(model, requests())[0].token_ids != expected[0].token_ids
+    told = [each.what for each in orders]
     assert [what for what in told if what in ("load_bucket", "use_weights", "score")] == [
         "load_bucket", "use_weights", "score", "use_weights", "score",
     ]  # fmt: skip
@@ -111,7 +89,7 @@ def test_requests_in_flight_go_on_with_the_next(
     with rollout.stepping():
         while not any(flight.token_ids for flight in flights):
             rollout.step()
-        train(model, rollout, 3)
+        change_adapter(model, rollout, 3)
         while rollout.has_work():
             rollout.step()
     versions = [set(found[number].token_versions()) for number in numbers]
@@ -124,20 +102,16 @@ def test_requests_in_flight_go_on_with_the_next(
 def test_another_adapter_than_the_trainers_is_found_out(
     rollout: EngineRollout, model: torch.nn.Module
 ) -> None:
-    train(model, rollout, 4)
-    adapters = rollout._weights._adapters
-    assert adapters is not None and adapters.newest is not None
-    file = Path(adapters.newest["path"]) / ADAPTER_FILE
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    change_adapter(model, rollout, 4)
+    spoil_adapter(rollout)
     with pytest.raises(RolloutError, match="checksum"):
         rollout.generate(requests())
-    train(model, rollout, 5)
+    change_adapter(model, rollout, 5)
     with without_adapter(model):
         rollout.expect(probe_module(model, CPU, 64))
     with pytest.raises(RolloutError, match="No sample was drawn"):
         rollout.generate(requests())
-    train(model, rollout, 6)
+    change_adapter(model, rollout, 6)
     assert_same(rollout.generate(requests()), native(model, requests()), 6)
 
 
@@ -147,5 +121,5 @@ def test_weights_without_an_adapter(rollout: EngineRollout, model: torch.nn.Modu
     with without_adapter(model):
         rollout.expect(probe_module(model, CPU, 64))
         assert_same(rollout.generate(requests(2)), native(model, requests(2)), 7)
-    train(model, rollout, 8)
+    change_adapter(model, rollout, 8)
     assert_same(rollout.generate(requests(2)), native(model, requests(2)), 8)

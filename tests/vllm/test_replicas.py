@@ -6,8 +6,6 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -19,12 +17,19 @@ from caldera.errors import RolloutError
 from caldera.models.attention import ATTENTION
 from caldera.models.forward import without_adapter
 from caldera.rollout import ROLLOUTS, Completion, Request, SamplingParams
-from caldera.rollout.engines.host.caldera_engine.buckets import ADAPTER_FILE
 from caldera.rollout.engines.probe import probe_module
-from caldera.rollout.engines.process import EngineProcess
 from caldera.rollout.engines.rollout import EngineRollout
-from caldera.rollout.engines.weights import ModuleWeights
-from tests.engine_trials import CPU, LENGTHS, assert_same, python_of
+from tests.engine_trials import (
+    CPU,
+    LENGTHS,
+    Order,
+    assert_same,
+    change_adapter,
+    native,
+    note_orders,
+    python_of,
+    spoil_adapter,
+)
 
 pytestmark = pytest.mark.slow
 RANK = 3  # vLLM's kernels have another
@@ -57,28 +62,16 @@ def rollout(model: torch.nn.Module) -> Iterator[EngineRollout]:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What engines are told to do with their weights, with the process of each."""
-    orders: list[tuple[str, int]] = []
-    call = EngineProcess._call
-
-    def noted(self: EngineProcess, what: str, **arguments: Any) -> Any:
-        orders.append((what if what != "wake_up" else f"wake {arguments['part']}", self.pid))
-        return call(self, what, **arguments)
-
-    monkeypatch.setattr(EngineProcess, "_call", noted)
-    return orders
+def orders(monkeypatch: pytest.MonkeyPatch) -> list[Order]:
+    return note_orders(monkeypatch)
 
 
-def train(model: torch.nn.Module, rollout: EngineRollout, version: int) -> None:
-    """Another adapter, of the same model."""
-    torch.manual_seed(version)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if ".lora_" in name:
-                weight.normal_(std=0.4)
-    rollout.update(ModuleWeights(model), version)
-    rollout.expect(probe_module(model, CPU, 64))
+def told(orders: list[Order], pid: int) -> list[str]:
+    return [
+        each.what if each.what != "wake_up" else f"wake {each.arguments['part']}"
+        for each in orders
+        if each.pid == pid
+    ]
 
 
 def requests(count: int = 4) -> list[Request]:
@@ -86,63 +79,51 @@ def requests(count: int = 4) -> list[Request]:
     return [Request([5 + n, 6, 7 + n], params, n, session="ab"[n % 2]) for n in range(count)]
 
 
-def native(model: torch.nn.Module, asked: list[Request]) -> list[Completion]:
-    return ROLLOUTS["native"](RolloutConfig(**LENGTHS), model, CPU).generate(asked)
-
-
 def test_the_adapter_alone_goes_over(
-    rollout: EngineRollout, model: torch.nn.Module, told: list[tuple[str, int]]
+    rollout: EngineRollout, model: torch.nn.Module, orders: list[Order]
 ) -> None:
     for version in (1, 2):
-        train(model, rollout, version)
+        change_adapter(model, rollout, version)
         expected = native(model, requests())
         assert_same(rollout.generate(requests()), expected, version)
     with without_adapter(model):
         assert native(model, requests())[0].token_ids != expected[0].token_ids
-    first, second = rollout.pids
-    for pid in (first, second):
-        assert [what for what, whose in told if whose == pid and what != "score"] == [
-            "load_bucket", "use_weights", "use_weights",
-        ]  # fmt: skip
-    assert told.count(("score", first)) == told.count(("score", second)) == 2
+    for pid in rollout.pids:
+        assert told(orders, pid) == ["load_bucket", "use_weights", "score", "use_weights", "score"]
 
 
 def test_another_adapter_than_the_trainers_is_found_out(
     rollout: EngineRollout, model: torch.nn.Module
 ) -> None:
-    train(model, rollout, 3)
-    adapters = rollout._weights._adapters
-    assert adapters is not None and adapters.newest is not None
-    file = Path(adapters.newest["path"]) / ADAPTER_FILE
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    change_adapter(model, rollout, 3)
+    spoil_adapter(rollout)
     with pytest.raises(RolloutError, match="checksum"):
         rollout.generate(requests())
-    train(model, rollout, 4)
+    change_adapter(model, rollout, 4)
     other = probe_module(model, CPU, 64)
     with without_adapter(model):
         rollout.expect(probe_module(model, CPU, 64))
     with pytest.raises(RolloutError, match="No sample was drawn"):
         rollout.generate(requests())
-    train(model, rollout, 4)
+    change_adapter(model, rollout, 4)
     rollout.expect(other)
     assert_same(rollout.generate(requests()), native(model, requests()), 4)
 
 
 def test_weights_come_before_the_cache(
-    rollout: EngineRollout, model: torch.nn.Module, told: list[tuple[str, int]]
+    rollout: EngineRollout, model: torch.nn.Module, orders: list[Order]
 ) -> None:
     rollout.sleep()
-    train(model, rollout, 5)
+    change_adapter(model, rollout, 5)
     rollout.wake_up()
     assert_same(rollout.generate(requests()), native(model, requests()), 5)
-    assert [what for what, pid in told if pid == rollout.pids[0]] == [
+    assert told(orders, rollout.pids[0]) == [
         "sleep", "wake weights", "use_weights", "wake kv_cache", "score",
     ]  # fmt: skip
 
 
 def test_one_of_two_is_killed(
-    rollout: EngineRollout, model: torch.nn.Module, told: list[tuple[str, int]],
+    rollout: EngineRollout, model: torch.nn.Module, orders: list[Order],
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """Nothing is lost, the other goes on, and sessions stay where they are."""
@@ -160,10 +141,8 @@ def test_one_of_two_is_killed(
     assert rollout.restarts == 1 and "requests that go on: 4, lost: 0" in caplog.text
     after = rollout.pids
     assert after[0] != before[0] and after[1] == before[1]
-    assert {what for what, pid in told if pid == after[0]} == {
-        "load_bucket", "use_weights", "score",
-    }  # fmt: skip
-    assert not [what for what, pid in told if pid == after[1]]
+    assert set(told(orders, after[0])) == {"load_bucket", "use_weights", "score"}
+    assert not told(orders, after[1])
     again = [rollout.add(each) for each in asked[:2]]
     with rollout.stepping():
         rollout.step()

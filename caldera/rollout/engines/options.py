@@ -21,6 +21,8 @@ CPU_BLOCK = 32
 """Tokens of a page of vLLM's cache on a CPU, whose kernels take multiples of this."""
 MEMORY_ON_CPU = 0.1
 """Share of the host's memory that SGLang's cache takes on a CPU."""
+KEPT_BY_SGLANG = 6
+"""Tokens of its context that SGLang gives to no prompt; two of them it gives to no answer."""
 
 SEED = "random_seed"
 SEEDS = 2**31
@@ -102,7 +104,7 @@ def _sglang(config: RolloutConfig, model: str, on_cpu: bool) -> Arguments:
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         SEED: config.seed,
-        "context_length": longest(config),
+        "context_length": longest(config) + KEPT_BY_SGLANG,
         "max_running_requests": config.max_num_seqs,
         "max_prefill_tokens": _batched_tokens(config),
         "chunked_prefill_size": (
@@ -160,7 +162,11 @@ def engine_environment(name: str, config: RolloutConfig, device: torch.device) -
             found |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
         return found
     raw = config.logprobs_mode == "raw_logprobs"
-    found = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1" if raw else "0"}
+    found = {
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "1" if raw else "0",
+        # What it keeps may lie beyond what the model was made for.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    }
     if device.type == "cpu":
         found["SGLANG_USE_CPU_ENGINE"] = "1"
     return found
