@@ -34,6 +34,8 @@ SENT = (
     "presence_penalty", "frequency_penalty", "ignore_eos",
 )  # fmt: skip
 """Parameters that go over as they are."""
+OF_THE_SERVER = ("enable_prefix_caching", "enable_chunked_prefill", "logprobs_mode")
+"""Keys that whoever starts the server decides on."""
 
 
 @ROLLOUTS.register("remote")
@@ -50,6 +52,11 @@ class RemoteRollout(StepwiseRollout):
         super().__init__(config, module, device)
         if config.remote.url is None:
             raise ConfigError(f"{URL}=null: rollout.name=remote needs the address of a server")
+        for key in OF_THE_SERVER:
+            if (value := getattr(config, key)) != getattr(type(config), key):
+                raise UnsupportedError(
+                    f"rollout.{key}={value!r}: rollout.name=remote leaves it to the server"
+                )
         self._loop = asyncio.new_event_loop()
         self._client = _client(config.remote.url, config.max_num_seqs)
         self._gate = asyncio.Semaphore(config.max_num_seqs)

@@ -33,6 +33,7 @@ class Answer:
         self.malformed_calls: dict[int, int] = {}
         """How many calls of tools in a choice's message could not be read."""
         self._messages: dict[int, Json] = {}
+        self._begun: set[int] = set()  # choices whose prompt a stream has told
 
     # ---- whole
 
@@ -113,7 +114,8 @@ class Answer:
             choice["logprobs"] = self.log_probs(sampled)
         if self.asked.tells_tokens:
             choice["token_ids"] = sampled.token_ids
-            if not self._is_chat:
+            if not self._is_chat and choice["index"] not in self._begun:
+                self._begun.add(choice["index"])
                 choice["prompt_token_ids"] = list(self.asked.samples[choice["index"]].prompt_ids)
         return self.chunk([choice])
 

@@ -76,7 +76,7 @@ class Account:
     cut_off: int
     """Ended by the server, which has told their clients."""
     lost: int
-    """Still unanswered when the server ended."""
+    """Failed with the sampler, or still unanswered when the server ended."""
 
 
 class SessionServer:
@@ -144,22 +144,23 @@ class SessionServer:
             with suppress(RolloutError):  # a sampler that has ended has told whoever waited
                 asyncio.run(self._sampler.abort())
             self._wait_for_requests(SECONDS_TO_REPORT)
-        lost = self.metrics.running.total()
+        unanswered = self.metrics.running.total()
         self._http.close()
-        return self._account(int(lost))
+        return self._account(unanswered)
 
     def _wait_for_requests(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while self.metrics.running.total() and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def _account(self, lost: int) -> Account:
+    def _account(self, unanswered: float) -> Account:
         metrics = self.metrics
-        answered = metrics.requests.of(status="200")
-        refused = metrics.requests.total() - answered - metrics.cut_off.total()
+        answered, cut_off = metrics.requests.of(status="200"), metrics.cut_off.total()
+        failed = metrics.lost.total()
+        refused = metrics.requests.total() - answered - cut_off - failed
         return Account(
-            int(answered), int(refused), int(metrics.cancelled.total()),
-            int(metrics.cut_off.total()), lost,
+            int(answered), int(refused), int(metrics.cancelled.total()), int(cut_off),
+            int(failed + unanswered),
         )  # fmt: skip
 
     # ---- requests

@@ -78,7 +78,8 @@ class EngineRollout(StepwiseRollout):
         self.trainer_dtype = torch.float32
         """Precision in which the trainer computes log-probs."""
         self.restarts = 0
-        """How often an engine was started anew. Its requests went on; none was lost."""
+        """How often an engine was started anew. Its requests went on, all that can: see
+        `Flight.land`."""
 
     @property
     def pids(self) -> list[int]:
@@ -191,14 +192,14 @@ class EngineRollout(StepwiseRollout):
                 f"{self._name} died {self._deaths[place]} times before any request ended: {error}"
             ) from error
         engine = self._process(place)
-        lost = [number for number, f in self._in_engine.items() if f.replica == place]
-        self._ground(lost)
+        had = [number for number, f in self._in_engine.items() if f.replica == place]
+        lost = self._ground(had)
         engine.start()
         self.restarts += 1
         self._weights.lose(place)
         logger.warning(
-            "%s (engine %d) was started anew: %s; requests that go on: %d, lost: 0",
-            self._name, place, error, len(lost),
+            "%s (engine %d) was started anew: %s; requests that go on: %d, lost: %d",
+            self._name, place, error, len(had) - lost, lost,
         )  # fmt: skip
 
     def _process(self, place: int) -> EngineProcess:
@@ -351,7 +352,9 @@ class EngineRollout(StepwiseRollout):
                 self._revive(flight.replica, error)
             self._ground([number])
 
-    def _ground(self, numbers: list[int]) -> None:
+    def _ground(self, numbers: list[int]) -> int:
+        """No engine has them any more; returns how many of them cannot go on."""
+        lost = 0
         for number in numbers:
             flight = self._in_engine.pop(number, None)
             if flight is not None:
@@ -359,7 +362,9 @@ class EngineRollout(StepwiseRollout):
                 try:
                     flight.land()
                 except RolloutError as error:  # the others go on
+                    lost += 1
                     self._failures[flight.number] = error
                     self._flights.pop(flight.number, None)
                 else:
                     self._grounded[flight.number] = flight
+        return lost

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from caldera.rollout.engines.host.caldera_engine.base import Event
 from caldera.rollout.engines.host.caldera_engine.buckets import check_adapter, read_bucket
 from caldera.rollout.engines.options import SEED, engine_arguments, reseeded
 from caldera.rollout.engines.probe import Probe
+from caldera.rollout.engines.process import EngineDied
 from caldera.rollout.engines.rollout import EngineRollout
 from caldera.rollout.engines.router import StickyRouter
 from caldera.rollout.engines.weights import EngineWeights, ModuleWeights
@@ -304,6 +306,27 @@ def test_a_stream_that_cannot_go_on_fails_alone(rollout: EngineRollout) -> None:
         rollout.step()
     assert list(rollout.take_failures()) == [streamed] and told == [6]
     assert found[other].token_ids == [6, 16] and not rollout.has_work()
+
+
+def test_what_dies_with_an_engine_is_counted(
+    rollout: EngineRollout, engine: CountingEngine, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """A stream whose penalties count what was told cannot go on."""
+    found: dict[int, Any] = {}
+    streamed = rollout.add(request(5, tokens=4, presence_penalty=1.0), lambda *_: None)
+    others = [rollout.add(request(5, tokens=4), None, found.__setitem__) for _ in range(2)]
+    with rollout.stepping():
+        rollout.step()
+        with monkeypatch.context() as dying:
+            dying.setattr(engine, "step", Mock(side_effect=EngineDied("killed")))
+            dying.setattr(rollout, "_process", lambda _: Mock(start=engine.requests.clear))
+            rollout.step()
+        assert list(rollout.take_failures()) == [streamed]
+        while rollout.has_work():
+            rollout.step()
+    assert sorted(found) == others and rollout.restarts == 1
+    assert "killed; requests that go on: 2, lost: 1" in caplog.text
 
 
 def test_what_goes_on_draws_other_numbers(rollout: EngineRollout, engine: CountingEngine) -> None:

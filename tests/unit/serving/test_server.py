@@ -69,6 +69,8 @@ def test_text_completions_stream_too(served: Any) -> None:
         assert "".join(c["text"] for c in mine) == choice["text"]
         log_probs = [p for c in mine if c["logprobs"] for p in c["logprobs"]["token_logprobs"]]
         assert log_probs == choice["logprobs"]["token_logprobs"]
+        told = [c.get("prompt_token_ids") for c in mine]  # once, however many pieces there are
+        assert told == [choice["prompt_token_ids"]] + [None] * (len(mine) - 1)
     assert [c["prompt_token_ids"] for c in whole["choices"]] == [[5, 6, 7], [8, 9]]
 
 
@@ -103,7 +105,8 @@ def test_a_sampler_that_has_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch)
     health = served.ask("/health")
     assert (health.status_code, "ZeroDivisionError" in health.text) == (503, True)
     served.server.metrics.running.add()  # as if its answer were still on its way
-    assert served.server.close(seconds=0).lost == 1
+    account = served.server.close(seconds=0)
+    assert (account.refused, account.lost) == (0, 2)
 
 
 def test_what_a_sampler_refuses_has_a_status(served: Any, monkeypatch: Any) -> None:
