@@ -85,10 +85,14 @@ def check_engine_keys(config: RolloutConfig, key: str, has_ranks: bool = False) 
                 f"{key}.{option}={shown(value)}: takes {key}.name={takers}, not {name}"
             )
     for sampler, given in _without_nulls(config.engine_kwargs).items():
-        if sampler != name or not is_engine:
+        if sampler not in ENGINE_SAMPLERS:
             raise UnsupportedError(
-                f"{key}.engine_kwargs.{sampler}={given!r}: takes {key}.name={sampler} (of vllm and "
-                f"sglang), not {name}"
+                f"{key}.engine_kwargs.{sampler}={given!r}: takes {' or '.join(ENGINE_SAMPLERS)}, "
+                f"not {sampler}"
+            )
+        if sampler != name:
+            raise UnsupportedError(
+                f"{key}.engine_kwargs.{sampler}={given!r}: takes {key}.name={sampler}, not {name}"
             )
         if not isinstance(given, dict):
             raise ConfigError(f"{key}.engine_kwargs.{sampler}={given!r}: takes a group of keys")

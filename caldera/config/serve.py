@@ -50,10 +50,9 @@ class ServeRolloutConfig:
     """Run prompts in pieces beside the decoding, which whole ones interrupt. Not for hf."""
     enable_prefix_caching: bool = False
     """Keep the cache of ended requests for those that begin alike. Not for hf."""
-    logprobs_mode: str = option(
-        "processed_logprobs", choices=("processed_logprobs", "raw_logprobs")
-    )
-    """Log-probs of samples after temperature and filters, or before."""
+    logprobs_mode: str | None = option(None, choices=("processed_logprobs", "raw_logprobs"))
+    """Log-probs of samples after temperature and filters, or before; null: before, as other servers
+    tell them, and as the server of rollout.name=remote does there."""
     seed: int = 42
     """Root of the seeds of requests that bring none."""
 
@@ -109,6 +108,8 @@ def check_serve(config: ServeConfig) -> None:
 def sampler_config(config: ServeConfig, length: int) -> RolloutConfig:
     """What the samplers of training take; `length` is most tokens of prompt and answer."""
     keys = config.rollout
+    # To another server nothing is said of it: RolloutConfig's own default stands for that.
+    of_server = RolloutConfig.logprobs_mode if keys.name == REMOTE else "raw_logprobs"
     return RolloutConfig(
         name=keys.name,
         prompt_length=length - 1,
@@ -120,7 +121,7 @@ def sampler_config(config: ServeConfig, length: int) -> RolloutConfig:
         max_num_seqs=keys.max_num_seqs,
         enable_chunked_prefill=keys.enable_chunked_prefill,
         enable_prefix_caching=keys.enable_prefix_caching,
-        logprobs_mode=keys.logprobs_mode,
+        logprobs_mode=keys.logprobs_mode or of_server,
         seed=keys.seed,
         tensor_model_parallel_size=keys.tensor_model_parallel_size,
         engine_python=keys.engine_python,

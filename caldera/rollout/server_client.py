@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import httpx2
@@ -17,6 +18,9 @@ SECONDS_TO_CONNECT = 10.0
 SECONDS_TO_ANSWER = 3600.0
 BUSY_STATUSES = (408, 425, 429)
 """Those below 500 that are worth another attempt."""
+API_KEY = "CALDERA_API_KEY"
+"""The variable with what a server asks for, if it does: it stands in no config and no dump."""
+UNAUTHORISED = 401
 SEEDS = 2**31
 """A seed fits an integer of 32 bits, in case a server keeps it in one."""
 
@@ -32,7 +36,9 @@ class ServerClient:
         """`key` is what names the address in the config, for messages."""
         self._url = url.rstrip("/").removesuffix("/v1") + "/v1/"
         self.told = f"{key}={shown_url(url)!r}"
+        secret = os.environ.get(API_KEY)
         self._client = httpx2.AsyncClient(
+            headers={"Authorization": f"Bearer {secret}"} if secret else None,
             timeout=httpx2.Timeout(SECONDS_TO_ANSWER, connect=SECONDS_TO_CONNECT),
             limits=httpx2.Limits(max_connections=connections),
         )
@@ -68,6 +74,9 @@ class ServerClient:
         told = f"status {status}: {response.text[:500]}"
         if status >= 500 or status in BUSY_STATUSES:
             raise _Unavailable(told)
+        if status == UNAUTHORISED:
+            wrong = "is not the one that it" if os.environ.get(API_KEY) else "is not set, and it"
+            raise RolloutError(f"{self.told}: {API_KEY} {wrong} asks for, {told}")
         if not response.is_success:
             raise RolloutError(f"{self.told} refuses the request, {told}")
         try:

@@ -10,9 +10,9 @@ import pydoc
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from rich.logging import RichHandler
 
@@ -41,8 +41,9 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return [text for text in arguments if text not in overrides], overrides
 
 
-def run_entry_point(work: Callable[[], None]) -> int:
-    """Run the work; a mistake of the user's becomes one message and exit status 2."""
+def run_entry_point(work: Callable[[], None], tell: Callable[[str], str] = str) -> int:
+    """Run the work; a mistake of the user's becomes one message, as `tell` puts it, and exit
+    status 2."""
     handler = RichHandler(console=CONSOLE, show_path=False, show_time=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     try:
@@ -54,7 +55,7 @@ def run_entry_point(work: Callable[[], None]) -> int:
     except CalderaError as error:
         if os.environ.get("CALDERA_TRACEBACK") == "1":
             traceback.print_exc()
-        sys.stderr.write(f"caldera: error: {error}\n")
+        sys.stderr.write(f"caldera: error: {tell(str(error))}\n")
         return USER_ERROR
     return 0
 
@@ -141,7 +142,13 @@ class ConfigCommand(Generic[C]):
             else:
                 work(load(*source))
 
-        return run_entry_point(show_or_work)
+        return run_entry_point(show_or_work, self._in_own_words)
+
+    def _in_own_words(self, message: str) -> str:
+        """Samplers name their keys as training has them; elsewhere the group is at the top."""
+        if "rollout" not in {field.name for field in fields(cast(Any, self.schema))}:
+            return message
+        return message.replace("actor_rollout_ref.rollout", "rollout")
 
     def _shown(self) -> list[str]:
         return ["job", "short"] if self.schema is PPOTrainerConfig else ["job"]

@@ -13,6 +13,8 @@ from caldera.trainer.doctor.interpreters import Library, ask
 
 ENGINES = {"vllm": "vllm", "sglang": "sglang"}
 """Distribution -> module."""
+TESTED = {"vllm": "0.32.0", "sglang": "0.5.20"}
+"""What Caldera's tests run with. Their interfaces change with each minor version."""
 SECONDS_TO_ASK = 30.0
 
 
@@ -121,17 +123,23 @@ def _kernels() -> Finding:
 
 def check_engines(found: Mapping[str, Library]) -> Iterator[Finding]:
     """vLLM and SGLang in this interpreter, where they may be."""
-    for name in ENGINES:
-        there, fix = found.get(name), f"pip install {name}, or in a Python of its own"
+    for name, version in TESTED.items():
+        fix = (
+            f"python -m venv FOLDER && FOLDER/bin/pip install {name}=={version}, or for a CPU "
+            f"python scripts/engine_venv.py {name} FOLDER in a checkout; then "
+            "actor_rollout_ref.rollout.engine_python=FOLDER/bin/python"
+        )
+        there = found.get(name)
         if there is None:
-            yield absent(name, "not installed", fix)
+            yield absent(name, f"not installed; {version} fits", fix)
         else:
-            yield _engine(name, there, fix)
+            yield _engine(name, name, there, fix)
 
 
 def check_engine_python(python: Path) -> Iterator[Finding]:
     """The same in another interpreter, which must have one of them."""
-    answer, fix = ask(python, ENGINES), f"{python} -m pip install vllm"
+    answer = ask(python, ENGINES)
+    fix = f"{python} -m pip install vllm=={TESTED['vllm']}"
     if answer.libraries is None:
         yield broken("engine's Python", f"{python}: {answer.problem}", "--engine-python=PYTHON")
         return
@@ -139,10 +147,14 @@ def check_engine_python(python: Path) -> Iterator[Finding]:
         told = f"{python} (Python {answer.python}) has neither vllm nor sglang"
         yield broken("engine's Python", told, fix)
     for name, there in answer.libraries.items():
-        yield _engine(f"{name} of {python}", there, f"{python} -m pip install --upgrade {name}")
+        fix = f"{python} -m pip install {name}=={TESTED[name]}"
+        yield _engine(name, f"{name} of {python}", there, fix)
 
 
-def _engine(name: str, there: Library, fix: str) -> Finding:
+def _engine(engine: str, name: str, there: Library, fix: str) -> Finding:
     if there.problem:
         return broken(name, f"{there.version}, cannot be imported: {there.problem}", fix)
+    tested = TESTED[engine]
+    if there.version.split(".")[:2] != tested.split(".")[:2]:
+        return doubtful(name, f"{there.version}, where {tested} is what it is tested with", fix)
     return ok(name, there.version)

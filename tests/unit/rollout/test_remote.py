@@ -28,6 +28,7 @@ class Server(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []
         self.models = ["m"]
         self.with_ids = True
+        self.secret: str | None = None
 
     @property
     def url(self) -> str:
@@ -38,6 +39,10 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
+        secret = self.server.secret
+        if secret is not None and self.headers["Authorization"] != f"Bearer {secret}":
+            self.send_error(401)
+            return
         self._answer({"data": [{"id": name} for name in self.server.models]})
 
     def do_POST(self) -> None:
@@ -93,6 +98,29 @@ def test_weights_are_refused(remote: RemoteRollout, server: Server) -> None:
         remote.load_weights([], 1)
 
 
+def test_a_server_that_asks_for_a_key(
+    server: Server, llama: torch.nn.Module, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.secret = "sesame"
+
+    def ask() -> list[int]:
+        keys = config(name="remote", remote=RemoteConfig(server.url))
+        made = RemoteRollout(keys, llama, CPU)
+        try:
+            return made.generate([Request([1], SamplingParams(2), 0)])[0].token_ids
+        finally:
+            made.close()
+
+    with pytest.raises(RolloutError, match="CALDERA_API_KEY is not set, and it asks for"):
+        ask()
+    monkeypatch.setenv("CALDERA_API_KEY", "simsim")
+    with pytest.raises(RolloutError, match="CALDERA_API_KEY is not the one that it asks") as caught:
+        ask()
+    assert "simsim" not in str(caught.value)
+    monkeypatch.setenv("CALDERA_API_KEY", "sesame")
+    assert ask() == [2, 3]
+
+
 def test_a_server_without_token_ids(remote: RemoteRollout, server: Server) -> None:
     server.with_ids = False
     with pytest.raises(RolloutError, match="lacks token_ids"):
@@ -131,3 +159,14 @@ def test_what_it_cannot_tell(remote: RemoteRollout) -> None:
 def test_it_needs_an_address(llama: torch.nn.Module, config: Any) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.remote\.url=null"):
         RemoteRollout(config(name="remote"), llama, CPU)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("enable_prefix_caching", True), ("logprobs_mode", "raw_logprobs")]
+)
+def test_what_the_server_decides_is_refused(
+    llama: torch.nn.Module, config: Any, server: Server, key: str, value: object
+) -> None:
+    given = config(name="remote", remote=RemoteConfig(server.url), **{key: value})
+    with pytest.raises(UnsupportedError, match=f"rollout.{key}={value!r}: .*to the server"):
+        RemoteRollout(given, llama, CPU)

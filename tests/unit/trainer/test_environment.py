@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
-from caldera.trainer.entry import USER_ERROR, run_entry_point
+from caldera.config import PPOTrainerConfig
+from caldera.config.offline import GenerationConfig
+from caldera.config.serve import ServeConfig
+from caldera.errors import RolloutError
+from caldera.trainer.entry import USER_ERROR, Asked, ConfigCommand, run_entry_point
 
 
 def test_variables_without_effect_are_refused(
@@ -20,6 +25,22 @@ def test_variables_without_effect_are_refused(
     assert "VERL_SEED='3' is not supported: actor_rollout_ref.rollout.seed" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(("schema", "key"), [
+    (PPOTrainerConfig, "actor_rollout_ref.rollout.name"), (ServeConfig, "rollout.name"),
+    (GenerationConfig, "rollout.name"),
+])  # fmt: skip
+def test_keys_of_samplers_are_called_as_the_command_has_them(
+    schema: type, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(_: Any) -> None:
+        raise RolloutError("actor_rollout_ref.rollout.name=x: no")
+
+    command: ConfigCommand[Any] = ConfigCommand("caldera", "", "any", schema)
+    asked = Asked([], "any", None, help=None, cfg=None)
+    assert command.run(asked, lambda *_: None, work) == USER_ERROR
+    assert capsys.readouterr().err == f"caldera: error: {key}=x: no\n"
 
 
 @pytest.mark.parametrize("variable", ["VERL_LOGGING_LEVEL", "VERL_SFT_LOGGING_LEVEL"])

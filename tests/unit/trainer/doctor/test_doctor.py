@@ -17,6 +17,7 @@ from caldera.trainer.doctor.findings import Finding, State, broken, doubtful, ok
 from caldera.trainer.doctor.interpreters import Library, ask, ask_each
 
 Install = Callable[[str, str], None]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture
@@ -102,11 +103,29 @@ def test_the_cluster_that_is_named_must_answer(monkeypatch: pytest.MonkeyPatch) 
 def test_an_engine_is_missed_where_it_is_looked_for(install: Install) -> None:
     (alone,) = engines.check_engine_python(Path(sys.executable))
     assert alone.state is State.BROKEN
-    assert alone.fix == f"{sys.executable} -m pip install vllm"
-    install("vllm", "")
+    assert alone.fix == f"{sys.executable} -m pip install vllm==0.32.0"
+    install("vllm", "")  # 1.2.3
     (finding,) = engines.check_engine_python(Path(sys.executable))
-    assert (finding.state, finding.told) == (State.OK, "1.2.3")
-    assert [f.state for f in engines.check_engines({})] == [State.ABSENT, State.ABSENT]
+    assert finding.state is State.DOUBTFUL
+    assert finding.told == "1.2.3, where 0.32.0 is what it is tested with"
+    assert finding.fix == f"{sys.executable} -m pip install vllm==0.32.0"
+
+
+def test_which_engines_fit() -> None:
+    absent = list(engines.check_engines({}))
+    assert [f.state for f in absent] == [State.ABSENT, State.ABSENT]
+    assert [f.told for f in absent] == [
+        "not installed; 0.32.0 fits", "not installed; 0.5.20 fits"
+    ]  # fmt: skip
+    assert "pip install sglang==0.5.20" in str(absent[1].fix)
+    there = {"vllm": Library("0.32.4+cpu", None), "sglang": Library("0.4.9", None)}
+    assert [f.state for f in engines.check_engines(there)] == [State.OK, State.DOUBTFUL]
+
+
+def test_the_environments_of_engines_are_made_with_what_fits() -> None:
+    script = (ROOT / "scripts" / "engine_venv.py").read_text()
+    assert f'VLLM = "{engines.TESTED["vllm"]}"' in script
+    assert f'SGLANG = "{engines.TESTED["sglang"]}"' in script
 
 
 def test_a_driver_beside_a_torch_for_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
