@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -17,6 +18,9 @@ from caldera.storage.reading import read_yaml
 __all__ = ["find_loop", "loop_class", "read_loops"]
 
 KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+GIVEN = ("trainer_config", "server_manager", "tokenizer", "processor", "dataset_cls",
+         "dataset_config")  # fmt: skip
+"""What every loop is made with."""
 
 
 def read_loops(path: str | None) -> dict[str, MakeLoop]:
@@ -57,4 +61,17 @@ def _read(entry: Any, where: str) -> tuple[str, MakeLoop]:
     key = f"{where}._target_"
     kind = load_class(entry["_target_"], AgentLoopBase, key)  # type: ignore[type-abstract]
     kind.check_options(extras, where)
+    _check_constructor(kind, extras, where)
     return entry["name"], partial(kind, **extras)
+
+
+def _check_constructor(kind: type[AgentLoopBase], extras: dict[str, Any], where: str) -> None:
+    """A loop can be made of its entry, and reads what stands there."""
+    if inspect.isabstract(kind):
+        raise ConfigError(f"{where}._target_: {kind.__name__} has no run")
+    if extras and kind.__init__ is AgentLoopBase.__init__:
+        raise ConfigError(f"{where}: {kind.__name__} takes no {', '.join(extras)}")
+    try:
+        inspect.signature(kind).bind(**dict.fromkeys(GIVEN), **extras)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {kind.__name__} cannot be made of this: {error}") from error

@@ -22,7 +22,7 @@ from caldera.agent_loop.output import TrajectoryFacts, batch_of, facts_of, fitte
 from caldera.agent_loop.sampling import TrajectorySampler
 from caldera.agent_loop.sessions import BatchServer
 from caldera.agent_loop.timeline import GENERATE, TOOL, Timeline
-from caldera.errors import ConfigError
+from caldera.errors import ConfigError, RolloutError
 from caldera.protocol import DataProto
 from caldera.rollout import AsyncSampler, Completion, Rollout, SamplingParams
 from caldera.rollout.base import OnFinished
@@ -136,6 +136,11 @@ class AgentLoops:
             )
         try:
             output = await loop.run(asked, **row)
+            if not isinstance(output, AgentLoopOutput):
+                raise RolloutError(
+                    f"{type(loop).__name__}.run must return an AgentLoopOutput, got a "
+                    f"{type(output).__name__}"
+                )
         except Exception as error:
             error.add_note(f"in the agent loop {name!r}, at uid {row.get('uid')}")
             raise

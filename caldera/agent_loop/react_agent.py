@@ -119,7 +119,5 @@ class ReactAgentLoop(ToolAgentLoop):
         """The outcomes of calls, and of what could not be read as one."""
         self.trajectory.calls, self.trajectory.problems = found.calls, found.problems
         outcomes = await self._outcomes(self.trajectory)
-        rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
-        self.trajectory.tool_rewards += rewards
-        self.trajectory.reward_turn(sum(rewards))
+        self.trajectory.reward_calls(outcomes)
         return outcomes

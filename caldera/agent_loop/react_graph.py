@@ -150,20 +150,34 @@ def _plain(messages: Sequence[BaseMessage]) -> list[Message]:
 
 
 def _message(found: ParsedCalls) -> AIMessage:
+    calls: list[ToolCall] = []
+    problems: list[str] = []
+    for call in found.calls:
+        arguments = _arguments(call)
+        if arguments is None:
+            problems.append(f"the arguments of {call.name} must be a JSON object")
+        else:
+            calls.append(ToolCall(name=call.name, args=arguments, id=uuid.uuid4().hex))
     return AIMessage(
         found.content,
         id=uuid.uuid4().hex,
-        tool_calls=[
-            ToolCall(name=call.name, args=json.loads(call.arguments), id=uuid.uuid4().hex)
-            for call in found.calls
-        ],
+        tool_calls=calls,
         invalid_tool_calls=[
             InvalidToolCall(
                 type="invalid_tool_call", name=None, args=None, id=uuid.uuid4().hex, error=problem
             )
-            for problem in found.problems
+            for problem in [*problems, *found.problems]
         ],
     )
+
+
+def _arguments(call: FunctionCall) -> dict[str, Any] | None:
+    """Those of a call, which a parser of the user's own may have left as the model wrote them."""
+    try:
+        read = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return read if isinstance(read, dict) else None
 
 
 # ---------------------------------------------------------------------- the graph

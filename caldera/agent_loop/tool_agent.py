@@ -70,6 +70,13 @@ class Trajectory:
             key = f"{prefix}/{outcome}"
             self.tool_calls[key] = self.tool_calls.get(key, 0) + number
 
+    def reward_calls(self, outcomes: Sequence[ToolOutcome]) -> None:
+        """Reward the answer that was given last for its calls, if any of them has a reward."""
+        rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
+        self.tool_rewards += rewards
+        if rewards:
+            self.reward_turn(sum(rewards))
+
     def reward_turn(self, reward: float) -> None:
         """Reward the answer that was given last, on its last token."""
         self.turn_rewards.append((len(self.response_ids) - 1, reward))
@@ -149,9 +156,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _process_tools(self, trajectory: Trajectory, _params: dict[str, Any]) -> State:
         outcomes = await self._outcomes(trajectory)
-        rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
-        trajectory.tool_rewards += rewards
-        trajectory.reward_turn(sum(rewards))
+        trajectory.reward_calls(outcomes)
         return self._answer(trajectory, [{"role": "tool", "content": o.text} for o in outcomes])
 
     async def _interact(self, trajectory: Trajectory, _params: dict[str, Any]) -> State:
@@ -159,8 +164,9 @@ class ToolAgentLoop(AgentLoopBase):
         with self.server_manager.timeline.event(USER) as event:
             is_over, text, score = await trajectory.conversation.answer(trajectory.tools.messages)
             event["score"] = score
-        trajectory.turn_scores.append(score)
-        trajectory.reward_turn(score)
+        if score is not None:
+            trajectory.turn_scores.append(score)
+            trajectory.reward_turn(score)
         if is_over:
             return State.TERMINATED
         return self._answer(trajectory, [{"role": "user", "content": encodable(text)}])

@@ -5,15 +5,16 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from caldera.errors import ConfigError
 
 __all__ = ["BaseInteraction", "Reply"]
 
 Message = dict[str, Any]
-Reply = tuple[bool, str, float, dict[str, Any]]
-"""(whether the conversation is over, the answer, the score of the policy's turn, anything else)."""
+Reply = tuple[bool, str, float | None, dict[str, Any]]
+"""(whether the conversation is over, the answer, the score of the policy's turn or None if it has
+none, anything else)."""
 
 
 class BaseInteraction(ABC):
@@ -21,10 +22,16 @@ class BaseInteraction(ABC):
 
     timeout: float | None = 600.0
     """Seconds that an answer may take, by `timeout` of the config; None: any time."""
+    options: ClassVar[tuple[str, ...] | None] = None
+    """Keys that the config of this very class may have beside those of every interaction; None:
+    any."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = dict(config)
         self.name = str(config.get("name", "interaction"))
+        own = vars(type(self)).get("options")
+        if own is not None:
+            _check_known(config, ("timeout", *own), self.name)
         if "timeout" in config:
             self.timeout = _seconds(config["timeout"], self.name)
 
@@ -46,6 +53,12 @@ class BaseInteraction(ABC):
         self, instance_id: str, **kwargs: Any
     ) -> None:
         """End a conversation, however it went."""
+
+
+def _check_known(config: Mapping[str, Any], keys: Sequence[str], name: str) -> None:
+    for key in config:
+        if key not in keys and key != "name":
+            raise ConfigError(f"{name}: config.{key} is unknown; there are {', '.join(keys)}")
 
 
 def _seconds(given: Any, name: str) -> float | None:

@@ -43,8 +43,8 @@ class Conversation:
         self._instance, self._has_begun = begun, True
         return True
 
-    async def answer(self, messages: Sequence[Message]) -> tuple[bool, str, float]:
-        """(whether it is over, the answer to the last message, the score of that message)."""
+    async def answer(self, messages: Sequence[Message]) -> tuple[bool, str, float | None]:
+        """(whether it is over, the answer to the last message, that message's score or None)."""
         answered = await self._try(self._answer, messages)
         if isinstance(answered, _Failed):
             return False, f"Error when answering: {answered.told}", 0.0
@@ -55,7 +55,7 @@ class Conversation:
         if self._has_begun:
             await self._try(self.interaction.finalize_interaction, self._instance)
 
-    async def _answer(self, messages: Sequence[Message]) -> tuple[bool, str, float]:
+    async def _answer(self, messages: Sequence[Message]) -> tuple[bool, str, float | None]:
         reply = await self.interaction.generate_response(self._instance, messages, **self._kwargs)
         if not isinstance(reply, tuple | list) or len(reply) != 4:
             raise TypeError(
@@ -65,13 +65,11 @@ class Conversation:
         is_over, text, score, _ = reply
         if is_over and text is None:  # nobody is going to read it
             text = ""
-        if score is None:
-            score = 0.0
         if not isinstance(text, str):
             raise TypeError(f"an answer must be text, got a {type(text).__name__}")
-        if not math.isfinite(score):
+        if score is not None and not math.isfinite(score):
             raise ValueError(f"the score {score} is not finite")
-        return bool(is_over), text, float(score)
+        return bool(is_over), text, None if score is None else float(score)
 
     async def _try(
         self, work: Callable[..., Awaitable[Result]], *args: Any, **kwargs: Any

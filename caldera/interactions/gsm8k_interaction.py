@@ -21,6 +21,8 @@ class Gsm8kInteraction(BaseInteraction):
     The row's `interaction_kwargs` hold the `ground_truth`.
     """
 
+    options = ()
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self._truths: dict[str, Any] = {}

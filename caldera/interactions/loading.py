@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,5 +42,13 @@ def _load(entry: Any, where: str) -> BaseInteraction:
         raise ConfigError(f"{where}.class_name is missing, such as my.module.MyInteraction")
     key = f"{where}.class_name"
     kind = load_class(entry["class_name"], BaseInteraction, key)  # type: ignore[type-abstract]
+    if inspect.isabstract(kind):
+        raise ConfigError(f"{key}={entry['class_name']}: it has no generate_response")
+    config = {} if entry.get("config") is None else entry["config"]
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{where}.config={config!r}: takes a mapping")
     name = entry.get("name") or kind.__name__.removesuffix(SUFFIX).lower()
-    return kind({**(entry.get("config") or {}), "name": name})
+    try:
+        return kind({**config, "name": name})
+    except ConfigError as error:
+        raise type(error)(f"{where}: {error}") from error

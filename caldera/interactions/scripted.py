@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from caldera.errors import ConfigError
@@ -35,6 +37,8 @@ class ScriptedInteraction(BaseInteraction):
     Each is a mapping with `say`, `expect`, `score` and `otherwise`. The n-th answer of the policy
     is compared with the n-th of them, which is then said.
     """
+
+    options = ("turns",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -84,11 +88,22 @@ def read_script(given: Any, where: str) -> list[Turn]:
                 f"{where}[{number}]={turn!r}: takes a mapping of {', '.join(TURN_KEYS)}"
             )
         # A column of a parquet file holds None wherever one row lacks what another has.
-        turns.append(Turn(**{key: value for key, value in turn.items() if value is not None}))
-        try:
-            re.compile(turns[-1].expect or "")
-        except re.error as error:
-            raise ConfigError(
-                f"{where}[{number}].expect={turns[-1].expect!r}: not a regular expression: {error}"
-            ) from error
+        said = {key: value for key, value in turn.items() if value is not None}
+        _check_turn(said, f"{where}[{number}]")
+        turns.append(Turn(**said))
     return turns
+
+
+def _check_turn(turn: Mapping[str, Any], where: str) -> None:
+    for key, value in turn.items():
+        is_text = key in ("say", "expect")
+        if is_text and not isinstance(value, str):
+            raise ConfigError(f"{where}.{key}={value!r}: takes a text, in quotes")
+        if not is_text and not (isinstance(value, Real) and math.isfinite(value)):
+            raise ConfigError(f"{where}.{key}={value!r}: takes a finite number")
+    try:
+        re.compile(turn.get("expect", ""))
+    except re.error as error:
+        raise ConfigError(
+            f"{where}.expect={turn['expect']!r}: not a regular expression: {error}"
+        ) from error

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from caldera.errors import ConfigError, nearest
 from caldera.tools.schemas import OpenAIFunctionToolSchema
 
-__all__ = ["BaseTool", "ToolLimits", "ToolResponse", "read_options"]
+__all__ = ["BaseTool", "ToolLimits", "ToolResponse", "read_options", "require_positive"]
 
 Options = TypeVar("Options")
 
@@ -55,11 +55,15 @@ class ToolLimits:
             value = getattr(self, field.name)
             if value is None and field.name != "attempts":
                 continue
-            is_count = field.name in ("num_workers", "attempts")
-            wanted = int if is_count else int | float
-            if isinstance(value, bool) or not isinstance(value, wanted) or not value > 0:
-                kind = "an integer" if is_count else "a number"
-                raise ConfigError(f"config.{field.name}={value!r} must be {kind} above 0")
+            require_positive(field.name, value, field.name in ("num_workers", "attempts"))
+
+
+def require_positive(name: str, value: Any, is_count: bool = False) -> None:
+    """ConfigError unless the key of a tool's `config` is a number above 0."""
+    wanted = int if is_count else int | float
+    if isinstance(value, bool) or not isinstance(value, wanted) or not value > 0:
+        kind = "an integer" if is_count else "a number"
+        raise ConfigError(f"config.{name}={value!r} must be {kind} above 0")
 
 
 LIMITS = tuple(field.name for field in fields(ToolLimits))

@@ -21,18 +21,22 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 def _tagged(text: str) -> tuple[str, list[str], list[str]]:
-    """(text outside, the insides of `<tool_call>` tags, insides of those that are not closed)."""
+    """(text outside, the insides of `<tool_call>` tags, what is wrong with the tags)."""
     outside: list[str] = []
     insides: list[str] = []
-    unclosed: list[str] = []
+    problems: list[str] = []
     while True:
         before, opening, rest = text.partition(OPENING)
         outside.append(before)
+        if CLOSING in before:
+            problems.append(f"{CLOSING} does not follow {OPENING}")
         if not opening:
-            return "".join(outside).strip(), insides, unclosed
-        inside, closing, after = rest.partition(CLOSING)
-        (insides if closing else unclosed).append(inside)
-        text = after
+            return "".join(outside).strip(), insides, problems
+        inside, closing, text = rest.partition(CLOSING)
+        if closing:
+            insides.append(inside)
+        else:
+            problems.append(f"{OPENING} is not followed by {CLOSING}")
 
 
 @TOOL_PARSERS.register("hermes")
@@ -40,44 +44,69 @@ class Hermes(ToolParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them."""
 
     def parse_text(self, text: str) -> ParsedCalls:
-        content, insides, unclosed = _tagged(text)
+        content, insides, problems = _tagged(text)
         found = ParsedCalls(content)
         for inside in insides:
             read_call(inside, found)
-        found.problems += [f"{OPENING} is not followed by {CLOSING}" for _ in unclosed]
+        found.problems += problems
         return found
 
 
 @TOOL_PARSERS.register("openai")
 class OpenAI(ToolParser):
-    """JSON as of OpenAI's interface: an object with `tool_calls`, a list of calls, or one call."""
+    """JSON as of OpenAI's interface: an object with `tool_calls`, a list of calls, or one call;
+    any number of these, with other text around them."""
+
+    BEGINNING = re.compile(r"[{\[]")
 
     def parse_text(self, text: str) -> ParsedCalls:
-        start = min((text.find(c) for c in "{[" if c in text), default=-1)
-        if start < 0:
-            return ParsedCalls(text.strip())
-        try:
-            said, end = json.JSONDecoder().raw_decode(text, start)
-        except ValueError as error:
-            if '"tool_calls"' not in text and '"arguments"' not in text:
-                return ParsedCalls(text.strip())  # braces of prose
-            return ParsedCalls(text[:start].strip(), problems=[f"the JSON is not valid: {error}"])
-        calls = self._calls(said)
-        if calls is None:
-            return ParsedCalls(text.strip())
-        found = ParsedCalls((text[:start] + text[end:]).strip())
+        found = ParsedCalls("")
+        outside: list[str] = []
+        kept, place = 0, 0  # text before these is in `outside` or read, and looked at
+        wrong: ValueError | None = None
+        while (beginning := self.BEGINNING.search(text, place)) is not None:
+            start = beginning.start()
+            try:
+                said, place = json.JSONDecoder().raw_decode(text, start)
+            except ValueError as error:
+                wrong = wrong or error
+                # Of a number that is too long for Python, nothing tells where it stands.
+                if self._is_about_calls(text[start : getattr(error, "pos", None)]):
+                    found.problems.append(f"the JSON is not valid: {error}")
+                    outside.append(text[kept:start])
+                    kept = len(text)
+                    break
+                place = start + 1  # a brace of prose
+                continue
+            calls = self._calls(said)
+            if calls is not None:
+                outside.append(text[kept:start])
+                kept = place
+                self._take(calls, found)
+        outside.append(text[kept:])
+        found.content = "".join(outside).strip()
+        if wrong and not found.calls and not found.problems and self._is_about_calls(text):
+            found.problems.append(f"the JSON is not valid: {wrong}")
+        return found
+
+    @staticmethod
+    def _is_about_calls(text: str) -> bool:
+        return '"tool_calls"' in text or '"arguments"' in text
+
+    @staticmethod
+    def _take(calls: list[Any], found: ParsedCalls) -> None:
         for call in calls:
             function = call.get("function", call) if isinstance(call, dict) else call
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 found.problems.append(f"a tool call needs a function with a 'name': {call!r}")
                 continue
             read_arguments(function["name"], function.get("arguments", {}), found)
-        return found
 
     @staticmethod
     def _calls(said: Any) -> list[Any] | None:
-        if isinstance(said, dict) and isinstance(said.get("tool_calls"), list):
-            return list(said["tool_calls"])
+        if isinstance(said, dict) and "tool_calls" in said:
+            given = said["tool_calls"]
+            return given if isinstance(given, list) else [given]
         if isinstance(said, dict) and ("function" in said or "arguments" in said):
             return [said]
         if isinstance(said, list) and said and all(isinstance(call, dict) for call in said):
@@ -89,35 +118,45 @@ class OpenAI(ToolParser):
 class Qwen3Coder(ToolParser):
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`.
 
-    Values are JSON where they can be read so, otherwise text.
+    Values are JSON where they can be read so, otherwise text; a parameter that is a text gets what
+    was written.
     """
 
     FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
     PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
 
     def parse_text(self, text: str) -> ParsedCalls:
-        content, insides, unclosed = _tagged(text)
+        content, insides, problems = _tagged(text)
         found = ParsedCalls(content)
         for inside in insides:
-            function = self.FUNCTION.search(inside)
-            if function is None:
+            functions = self.FUNCTION.findall(inside)
+            if not functions or self.FUNCTION.sub("", inside).strip():
                 found.problems.append(
                     "a tool call needs <function=NAME> and </function>, with "
                     "<parameter=KEY>VALUE</parameter> for each parameter"
                 )
                 continue
-            name, body = function.groups()
-            pairs = self.PARAMETER.findall(body)
-            if not pairs and "<parameter" in body:
-                found.problems.append(f"a parameter of {name} is not closed by </parameter>")
-                continue
-            read_arguments(name, {key: self._value(value) for key, value in pairs}, found)
-        found.problems += [f"{OPENING} is not followed by {CLOSING}" for _ in unclosed]
+            for name, body in functions:
+                self._read(name, body, found)
+        found.problems += problems
+        if "<function=" in content and not found.calls and not found.problems:
+            found.problems.append(f"a tool call stands between {OPENING} and {CLOSING}")
         return found
+
+    def _read(self, name: str, body: str, found: ParsedCalls) -> None:
+        pairs = self.PARAMETER.findall(body)
+        is_unclosed = any("<parameter=" in value for _, value in pairs)
+        if is_unclosed or self.PARAMETER.sub("", body).strip():
+            found.problems.append(
+                f"{name} takes nothing but <parameter=KEY>VALUE</parameter>, for each parameter"
+            )
+            return
+        texts = {key: unescape(value.removeprefix("\n").removesuffix("\n")) for key, value in pairs}
+        values = {key: self._value(text) for key, text in texts.items()}
+        read_arguments(name, values, found, texts)
 
     @staticmethod
     def _value(text: str) -> Any:
-        text = unescape(text.removeprefix("\n").removesuffix("\n"))
         try:
             return json.loads(text)
         except ValueError:
@@ -126,14 +165,14 @@ class Qwen3Coder(ToolParser):
 
 @TOOL_PARSERS.register("gpt-oss")
 class GptOss(ToolParser):
-    """Harmony: messages to `functions.NAME` on the channel `commentary`, which end with a call."""
+    """Harmony: messages to `functions.NAME`, on whatever channel, which end with a call."""
 
     keeps_special_tokens = True
     CALL = re.compile(
         r"(?:<\|start\|>assistant)?"
-        r"(?: to=functions\.(?P<early>[\w.-]+))?<\|channel\|>commentary"
-        r"(?: to=functions\.(?P<late>[\w.-]+))?[^<]*(?:<\|constrain\|>[^<]*)?"
-        r"<\|message\|>(?P<arguments>.*?)(?:<\|call\|>|$)",
+        r"(?: to=(?P<early>[\w.-]+))?<\|channel\|>\w+"
+        r"(?: to=(?P<late>[\w.-]+))?[^<]*(?:<\|constrain\|>[^<]*)?"
+        r"<\|message\|>(?P<arguments>.*?)(?:<\|call\|>|<\|end\|>|<\|return\|>|$)",
         re.DOTALL,
     )
     SPECIAL = re.compile(r"<\|[a-z_]+\|>")
@@ -145,11 +184,19 @@ class GptOss(ToolParser):
         final = self.FINAL.search(text)
         found = ParsedCalls(final.group(1).strip() if final else "")
         for call in self.CALL.finditer(text):
-            name = call["early"] or call["late"]
-            if name is None:
-                continue  # commentary for people
+            recipient = call["early"] or call["late"]
+            if recipient is None:
+                continue  # for people, or the model itself
+            name = recipient.removeprefix("functions.")
+            if name == recipient:
+                found.problems.append(f"a call goes to functions.NAME, not to {recipient}")
+                continue
             arguments = self.SPECIAL.sub("", call["arguments"])
             read_arguments(name, arguments.strip(), found)
+        if "<|call|>" in text and not found.calls and not found.problems:
+            found.problems.append(
+                "a call needs to=functions.NAME, and its arguments after <|message|>"
+            )
         return found
 
 
@@ -163,7 +210,10 @@ class React(ToolParser):
     def parse_text(self, text: str) -> ParsedCalls:
         action = self.ACTION.search(text)
         if action is None:
-            return ParsedCalls(text.strip())
+            found = ParsedCalls(text.strip())
+            if self.INPUT.search(text):
+                found.problems.append("'Action Input' must follow 'Action: NAME' on a line before")
+            return found
         found = ParsedCalls(text[: action.start()].strip())
         given = self.INPUT.search(text, action.end())
         if given is None:

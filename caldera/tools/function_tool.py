@@ -153,7 +153,8 @@ def _type_schema(hint: Any, what: str) -> dict[str, Any]:
         return {"type": SCALARS[hint]}
     if origin in (Union, types.UnionType):
         choices = [_type_schema(one, what) for one in inner if one is not type(None)]
-        return choices[0] if len(choices) == 1 else {"anyOf": choices}
+        schema = choices[0] if len(choices) == 1 else {"anyOf": choices}
+        return schema | ({"nullable": True} if type(None) in inner else {})
     if origin is Literal:
         kinds = {SCALARS.get(type(value)) for value in inner}
         return ({"type": kinds.pop()} if len(kinds) == 1 else {}) | {"enum": list(inner)}

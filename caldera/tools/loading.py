@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def _entries(path: str) -> list[Any]:
         raise ConfigError(f"{TOOLS}: {path} does not exist")
     try:
         read = OmegaConf.to_container(OmegaConf.load(local), resolve=True)
-    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{TOOLS}: {path} cannot be read: {error}") from error
     entries = read.get("tools") if isinstance(read, dict) else None
     if not isinstance(entries, list) or not entries:
@@ -115,4 +116,7 @@ def _tool_class(name: Any, where: str) -> type[BaseTool]:
         name = f"caldera.tools.{SHIPPED[ours]}.{ours}"
     elif not module:
         raise ConfigError(f"{where}={name!r} is none of the shipped tools: {', '.join(SHIPPED)}")
-    return load_class(name, BaseTool, where)  # type: ignore[type-abstract]
+    kind = load_class(name, BaseTool, where)  # type: ignore[type-abstract]
+    if inspect.isabstract(kind):
+        raise ConfigError(f"{where}={name}: it has no execute")
+    return kind

@@ -7,7 +7,7 @@ import atexit
 import json
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -87,19 +87,27 @@ def mcp_tools(
     keys = ("mcp_servers_config_path", "tool_selected_list")
     if not isinstance(given, Mapping) or not given.get(keys[0]) or set(given) - set(keys):
         raise ConfigError(f"{where}={given!r} must have the keys {' and '.join(keys)}")
+    names = given.get(keys[1])
+    if names is not None and not _are_names(names):
+        raise ConfigError(f"{where}.{keys[1]}={names!r} must be a list of names; without it, all")
     _need_library()
     servers = _servers(str(given[keys[0]]), folder, f"{where}.{keys[0]}")
     try:
-        return _selected(cls, config, servers, given.get(keys[1]), f"{where}.{keys[1]}")
+        return _selected(cls, config, servers, names, f"{where}.{keys[1]}")
     except ConfigError:
         for server in servers:
             server.close()
         raise
 
 
+def _are_names(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(isinstance(one, str) for one in given)
+
+
 def _selected(
-    cls: type[MCPTool], config: Mapping[str, Any], servers: list[Server], names: Any, where: str
-) -> list[BaseTool]:
+    cls: type[MCPTool], config: Mapping[str, Any], servers: list[Server],
+    names: list[str] | None, where: str,
+) -> list[BaseTool]:  # fmt: skip
     offered: dict[str, Server] = {}
     tools: list[BaseTool] = []
     for server in servers:
@@ -185,7 +193,9 @@ class Server:
         atexit.unregister(self.close)
         if not self._thread.is_alive():
             return
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(SECONDS_TO_CLOSE)
+        ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        with suppress(TimeoutError):  # what is left goes with this process
+            ending.result(2 * SECONDS_TO_CLOSE)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(SECONDS_TO_CLOSE)
         self._loop.close()
@@ -196,11 +206,17 @@ class Server:
     # ------------------------------------------------------------------ in the thread
 
     async def _list(self) -> list[Tool]:
+        from mcp import MCPError
+
         client = (await self._connected()).client
         found: list[Tool] = []
         cursor: str | None = None
         while True:
-            page = await client.list_tools(cursor=cursor)
+            try:
+                page = await client.list_tools(cursor=cursor)
+            except (MCPError, ValueError) as error:  # refused, or answered with something else
+                told = f"the server {self.name} does not tell its tools: {error}"
+                raise ConnectionError(told) from error
             found += page.tools
             cursor = page.next_cursor
             if cursor is None:
@@ -258,6 +274,8 @@ class _Connection:
 
     async def end(self) -> None:
         self.lost.set()
+        if not self.ready.done():  # a server that says nothing would be waited for without end
+            self._holder.cancel()
         await asyncio.wait([self._holder], timeout=SECONDS_TO_CLOSE)
 
     async def _hold(self, server: str, entry: Mapping[str, Any]) -> None:
@@ -269,6 +287,8 @@ class _Connection:
             if not self.ready.done():
                 told = f"the server {server} cannot be connected to: {_told(error)}"
                 self.ready.set_exception(ConnectionError(told))
+        finally:
+            self.ready.cancel()  # if it is not settled
 
 
 def _told(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +27,8 @@ class FunctionCall:
     name: str
     arguments: str
     """A JSON object, as text."""
+    texts: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Arguments as they were written, in a format that does not tell texts from other values."""
 
 
 @dataclass
@@ -116,7 +118,9 @@ def read_call(text: str, into: ParsedCalls) -> None:
     read_arguments(said["name"], said.get("arguments", said.get("parameters", {})), into)
 
 
-def read_arguments(name: str, arguments: Any, into: ParsedCalls) -> None:
+def read_arguments(
+    name: str, arguments: Any, into: ParsedCalls, texts: Mapping[str, str] | None = None
+) -> None:
     """Take in a call whose arguments are an object, or JSON text of one."""
     if isinstance(arguments, str):
         try:
@@ -132,7 +136,7 @@ def read_arguments(name: str, arguments: Any, into: ParsedCalls) -> None:
             f"got {_short(json.dumps(arguments))}"
         )
         return
-    into.calls.append(FunctionCall(name, json.dumps(arguments, ensure_ascii=False)))
+    into.calls.append(FunctionCall(name, json.dumps(arguments, ensure_ascii=False), texts or {}))
 
 
 def _short(text: str) -> str:

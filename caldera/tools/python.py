@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from caldera.tools.base import ToolLimits, read_options
+from caldera.tools.base import ToolLimits, read_options, require_positive
 from caldera.tools.programs import ProgramOutcome, Programs, ProgramTool
 from caldera.tools.schemas import OpenAIFunctionToolSchema
 
@@ -18,6 +18,10 @@ class PythonOptions:
     default_timeout: float = 10.0
     """Seconds that a program may run."""
     memory_limit_mb: int = 512
+
+    def __post_init__(self) -> None:
+        require_positive("default_timeout", self.default_timeout)
+        require_positive("memory_limit_mb", self.memory_limit_mb, is_count=True)
 
 
 class PythonTool(ProgramTool):

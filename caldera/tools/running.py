@@ -116,7 +116,7 @@ class ToolRunner:
             return self._refusal(call.name, "unknown", told)
         tool = self.tools[call.name]
         try:
-            arguments = fit_arguments(_object(call.arguments), tool.schema.function)
+            arguments = fit_arguments(_object(call.arguments), tool.schema.function, call.texts)
         except (ValueError, RecursionError) as error:
             return self.malformed(str(error), call.name)
         try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from caldera.errors import ConfigError
-from caldera.tools.base import ToolLimits, read_options
+from caldera.tools.base import ToolLimits, read_options, require_positive
 from caldera.tools.programs import ProgramOutcome, Programs, ProgramTool
 from caldera.tools.schemas import OpenAIFunctionToolSchema
 
@@ -25,7 +25,14 @@ class SandboxFusionOptions:
     """False: `rate_limit` does not hold."""
 
     def __post_init__(self) -> None:
-        if not self.sandbox_fusion_url.startswith(("http://", "https://")):
+        require_positive("default_timeout", self.default_timeout)
+        require_positive("memory_limit_mb", self.memory_limit_mb, is_count=True)
+        if not isinstance(self.enable_global_rate_limit, bool):
+            raise ConfigError(
+                f"config.enable_global_rate_limit={self.enable_global_rate_limit!r} "
+                "must be true or false"
+            )
+        if not str(self.sandbox_fusion_url).startswith(("http://", "https://")):
             raise ConfigError(
                 f"config.sandbox_fusion_url={self.sandbox_fusion_url!r} must be the address of an "
                 "HTTP server"

@@ -86,8 +86,13 @@ def _parameters(given: Any, where: str) -> Mapping[str, Any]:
     for name, schema in properties.items():
         if not isinstance(schema, Mapping):
             raise ConfigError(f"{where}.properties.{name}={schema!r} must be a JSON schema")
+        choices = schema.get("enum")
+        if choices is not None and not isinstance(choices, list):
+            raise ConfigError(f"{where}.properties.{name}.enum={choices!r} must be a list")
     required = given.get("required") or []
-    for name in required:
+    if not isinstance(required, list):
+        raise ConfigError(f"{where}.required={required!r} must be a list of names")
+    for name in map(str, required):
         if name not in properties:
             raise ConfigError(f"{where}.required names {name!r}, which is none of its properties")
     return {**given, "type": "object", "properties": properties, "required": list(required)}
@@ -103,9 +108,13 @@ def _plain(value: Any) -> Any:
 # ---------------------------------------------------------------------- arguments
 
 
-def fit_arguments(arguments: Mapping[str, Any], schema: OpenAIFunctionSchema) -> dict[str, Any]:
+def fit_arguments(
+    arguments: Mapping[str, Any],
+    schema: OpenAIFunctionSchema,
+    texts: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """The arguments of a call, in the types of the schema. ValueError if they do not fit: its
-    text is for the model."""
+    text is for the model. `texts` are arguments as they were written, for those that are text."""
     properties: Mapping[str, Any] = schema.parameters.get("properties") or {}
     missing = [name for name in schema.parameters.get("required") or [] if name not in arguments]
     if missing:
@@ -115,16 +124,20 @@ def fit_arguments(arguments: Mapping[str, Any], schema: OpenAIFunctionSchema) ->
             if name not in properties:
                 known = ", ".join(properties) or "none"
                 raise ValueError(f"{schema.name} has no parameter {name!r}; it has {known}")
-    return {
-        name: _fit(value, properties.get(name) or {}, f"{schema.name}'s {name}")
-        for name, value in arguments.items()
-    }
+    fitting: dict[str, Any] = {}
+    for name, value in arguments.items():
+        wanted = properties.get(name) or {}
+        said = texts[name] if texts and name in texts and wanted.get("type") == "string" else value
+        fitting[name] = _fit(said, wanted, f"{schema.name}'s {name}")
+    return fitting
 
 
 def _fit(value: Any, schema: Mapping[str, Any], what: str) -> Any:
     """The value, or the same in the type that is asked for. Schemas that are not a single type
     (`anyOf`, `$ref`) are left to the tool."""
     wanted = schema.get("type")
+    if value is None and schema.get("nullable") is True:
+        return None
     if isinstance(wanted, str):
         value = _in_type(value, wanted, what)
         if wanted == "array" and isinstance(schema.get("items"), Mapping):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -23,6 +24,22 @@ from tests.generation_trials import free_port
 
 SERVER = Path(__file__).parents[1] / "data/mcp/server.py"
 STDIO = {"command": sys.executable, "args": [str(SERVER)], "type": "stdio"}
+
+NO_TOOLS = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked["method"] == "initialize":
+        version = asked["params"]["protocolVersion"]
+        server = {"name": "tests", "version": "1"}
+        said = {"protocolVersion": version, "capabilities": {}, "serverInfo": server}
+        answer = {"result": said}
+    elif "id" in asked:
+        answer = {"error": {"code": -32601, "message": "Method not found"}}
+    else:
+        continue
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}), flush=True)
+"""
 
 
 @contextmanager
@@ -47,7 +64,7 @@ def address() -> Iterator[str]:
         yield url
 
 
-def written(folder: Path, server: Any, tools: list[str] | None, **limits: Any) -> str:
+def written(folder: Path, server: Any, tools: Any, **limits: Any) -> str:
     (folder / "servers.json").write_text(json.dumps({"mcpServers": {"tests": server}}))
     entry = {
         "class_name": "verl.tools.mcp_search_tool.MCPSearchTool",
@@ -175,10 +192,26 @@ def test_those_who_find_a_dead_server_at_once_start_one(tmp_path: Path) -> None:
         ({"url": "http://127.0.0.1:9/mcp", "args": []}, None, "mcpServers.tests.args is unknown"),
         ({"url": "http://127.0.0.1:9/sse", "type": "sse"}, None, "tests.type='sse'"),
         ({}, None, "either a 'command' or a 'url'"),
+        (STDIO, [], "tool_selected_list=.* must be a list of names"),
+        (STDIO, "add", "tool_selected_list='add' must be a list of names"),
+        ({"command": sys.executable, "args": ["-c", NO_TOOLS]}, None, "does not tell its tools"),
     ],
 )
 def test_mistakes_are_named_before_the_run_starts(
-    tmp_path: Path, server: Any, tools: list[str] | None, told: str
+    tmp_path: Path, server: Any, tools: Any, told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         load_tools(written(tmp_path, server, tools))
+
+
+def test_a_server_that_says_nothing_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("caldera.tools.mcp.SECONDS_TO_CONNECT", 1.0)
+    started = tmp_path / "started"
+    code = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    silent = {"command": sys.executable, "args": ["-c", code]}
+    with pytest.raises(ConfigError, match=r"mcpServers\.tests: no answer in 1 s"):
+        load_tools(written(tmp_path, silent, None))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)

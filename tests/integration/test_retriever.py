@@ -6,16 +6,26 @@ import asyncio
 import json
 import os
 import re
+import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
 import pytest
 
-from caldera.search_agent.retriever import BuildOptions, build_index
+from caldera.search_agent.retriever import (
+    BuildOptions,
+    Hit,
+    Index,
+    RetrieverServer,
+    build_index,
+)
 from caldera.tools.retrieval import Document, RetrieverClient
 
 pytest.importorskip("bm25s")
@@ -100,7 +110,40 @@ def test_a_service_answers_in_the_format_of_search_r1(index: Path) -> None:
             assert refused.status_code == 422
             assert said in refused.json()["detail"]
         assert client.post(url.replace("/retrieve", "/search"), json={}).status_code == 404
-        assert client.post(url, content=b"no JSON").status_code == 422
+        for body in (b"no JSON", b"[" * 100_000):
+            assert client.post(url, content=body).status_code == 422
+
+
+def test_a_search_that_fails_is_no_fault_of_the_request(index: Path) -> None:
+    class Broken(Index):
+        def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+            raise ValueError("the disk is gone")
+
+    with RetrieverServer(Broken(index), "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            answered = httpx2.post(server.url, json={"queries": ["Tokyo"]})
+        finally:
+            server.shutdown()
+    assert answered.status_code == 500, "clients ask again"
+    assert "the disk is gone" in answered.json()["detail"]
+
+
+def test_a_client_that_goes_away_is_not_reported(
+    index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RetrieverServer(Index(index), "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            with socket.create_connection(server.server_address) as gone:
+                reset = struct.pack("ii", 1, 0)  # closing sends a reset
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+                gone.sendall(b"POST /retrieve HTTP/1.1\r\nContent-Length: 99\r\n\r\n{")
+                time.sleep(0.1)  # the service waits for the rest
+            assert httpx2.post(server.url, json={"queries": ["Tokyo"]}).status_code == 200
+        finally:
+            server.shutdown()
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_many_clients_get_their_own_answers(index: Path) -> None:

@@ -39,8 +39,11 @@ class BM25Searcher:
 
 def write_bm25(texts: Iterable[str], folder: Path) -> None:
     """Index texts, whose places are their numbers."""
+    read = list(texts)
+    if not any(words for text in read for words in _words([text])):
+        raise DataError("no passage of the corpus has a word that could be searched for")
     index = _bm25s().BM25(k1=K1, b=B)
-    index.index(_words(list(texts), as_numbers=True), show_progress=False)
+    index.index(_words(read, as_numbers=True), show_progress=False)
     index.save(folder, show_progress=False)
 
 

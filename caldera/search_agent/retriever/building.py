@@ -38,6 +38,7 @@ class BuildOptions:
 
 def build_index(corpus: Sequence[Path], folder: Path, options: BuildOptions) -> IndexNote:
     """Index the passages of the files, in a folder that is new."""
+    _recover(folder)
     if folder.exists():
         raise ConfigError(f"--index={folder} exists already; --add adds passages to it")
     with _aside(folder) as unfinished:
@@ -51,6 +52,7 @@ def add_passages(corpus: Sequence[Path], folder: Path, device: str = "cpu") -> I
     Vectors are computed of the new ones alone. Word statistics are of the whole corpus, and so
     counted anew.
     """
+    _recover(folder)
     note = IndexNote.read(folder)
     with _aside(folder) as unfinished:
         passages = chain(Passages(folder), read_corpus(corpus))
@@ -73,20 +75,38 @@ def _write(folder: Path, count: int, options: BuildOptions, earlier: Path | None
         vectors = earlier / DENSE_FOLDER if earlier else None
         encoder = Encoder(options.model, options.device)
         write_vectors(new, count, folder / DENSE_FOLDER, encoder, vectors)
-    note = IndexNote(options.method, count, options.model)
+    note = IndexNote(options.method, count, _found_again(options.model))
     note.write(folder)
     return note
+
+
+def _found_again(model: str | None) -> str | None:
+    """The encoder's name, by which a service finds it that is started in another folder."""
+    return str(Path(model).resolve()) if model and Path(model).is_dir() else model
+
+
+def _recover(folder: Path) -> None:
+    """Put an index back that was being replaced when the build was killed."""
+    folder = folder.resolve()
+    replaced = _beside(folder, "replaced")
+    if replaced.exists() and not folder.exists():
+        replaced.rename(folder)
+
+
+def _beside(folder: Path, what: str) -> Path:
+    return folder.with_name(f"{folder.name}.{what}")
 
 
 @contextmanager
 def _aside(folder: Path) -> Iterator[Path]:
     """A folder beside, which takes the place of `folder` at the end, if nothing fails."""
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    folder = folder.resolve()  # it may be `.`, or a link
+    unfinished = _beside(folder, "unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a build that was killed
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
-        replaced = folder.with_name(f"{folder.name}.replaced")
+        replaced = _beside(folder, "replaced")
         shutil.rmtree(replaced, ignore_errors=True)
         if folder.exists():
             folder.rename(replaced)  # a service that has it open goes on with it

@@ -38,9 +38,13 @@ class Encoder:
         path = local_path(model, "--model", WEIGHT_FILES)
         self._tokenizer = hf_tokenizer(path, key="--model")
         try:
-            self._model = AutoModel.from_pretrained(path).to(device).eval()
+            loaded = AutoModel.from_pretrained(path).eval()
         except (OSError, ValueError) as error:
             raise ConfigError(f"--model={model!r}: no encoder there: {error}") from error
+        try:
+            self._model = loaded.to(device)
+        except (RuntimeError, AssertionError) as error:  # as torch says that there is none
+            raise ConfigError(f"--device={device!r}: {error}") from error
         self._device = device
         self._is_e5 = "e5" in Path(model).name.lower()
 

@@ -72,6 +72,11 @@ class Index:
         self.method = method or note.method
         note.require(self.method, folder)
         self.passages = Passages(folder)
+        if len(self.passages) != note.passages:
+            raise DataError(
+                f"{folder} holds {len(self.passages)} passages, and {NOTE} tells of "
+                f"{note.passages}; build the index anew"
+            )
         self._searchers: list[Searcher] = []
         if self.method != "dense":
             self._searchers.append(BM25Searcher(folder / BM25_FOLDER))

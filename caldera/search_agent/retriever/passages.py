@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import mmap
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, overload
@@ -30,6 +31,8 @@ class Passages(Sequence[Passage]):
                 self._lines = mmap.mmap(lines.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise DataError(f"{folder} holds no passages of an index: {error}") from error
+        if not len(self._offsets) or self._offsets[-1] != len(self._lines):
+            raise DataError(f"{folder}: {LINES} is not as it was written; build the index anew")
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -59,7 +62,7 @@ def read_corpus(files: Iterable[Path]) -> Iterator[Passage]:
         try:
             with _opened(file) as lines:
                 yield from _read_lines(lines, file)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"cannot read the corpus {file}: {error}") from error
 
 

@@ -9,6 +9,8 @@ Without `return_scores` the documents stand there themselves.
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -18,6 +20,8 @@ from caldera.search_agent.retriever.batches import BatchedSearch
 from caldera.search_agent.retriever.index import Index
 
 __all__ = ["RetrieverServer"]
+
+logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 8 * 2**20
 SECONDS_TO_SEND_A_REQUEST = 600  # clients keep their connections
@@ -54,16 +58,25 @@ class RetrieverServer(ThreadingHTTPServer):
         if hasattr(self, "search"):  # not if the port was taken
             self.search.close()
 
-    def answer(self, request: Any) -> dict[str, Any]:
-        """DataError if the request cannot be read."""
-        queries, topk, with_scores = _read(request, self.topk)
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone is nothing to report."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+    def answer(self, queries: list[str], topk: int, with_scores: bool) -> dict[str, Any]:
+        """What is sent back."""
         found = self.search.search(queries, topk)
         if with_scores:
             return {"result": [[vars(hit) for hit in hits] for hits in found]}
         return {"result": [[hit.document for hit in hits] for hits in found]}
 
 
-def _read(request: Any, topk: int) -> tuple[list[str], int, bool]:
+def _read(body: bytes, topk: int) -> tuple[list[str], int, bool]:
+    """The arguments of `answer`. DataError if there are none."""
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the request must be JSON: {error}") from error
     if not isinstance(request, dict):
         raise DataError("the request must be an object")
     queries = request.get("queries")
@@ -96,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > MAX_REQUEST_BYTES:
+        if not (length.isascii() and length.isdigit()) or int(length) > MAX_REQUEST_BYTES:
             self.close_connection = True  # its body stays unread
             detail = f"Content-Length must be there, and at most {MAX_REQUEST_BYTES}"
             self._send(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"detail": detail})
@@ -106,9 +119,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND, {"detail": PATHS})
             return
         try:
-            self._send(HTTPStatus.OK, self.server.answer(json.loads(body)))
-        except ValueError as error:  # DataError is one
+            wanted = _read(body, self.server.topk)
+        except DataError as error:
             self._send(HTTPStatus.UNPROCESSABLE_ENTITY, {"detail": str(error)})
+            return
+        try:
+            status, content = HTTPStatus.OK, self.server.answer(*wanted)
+        except Exception as error:  # no fault of the request, and others are answered
+            logger.warning("a search failed", exc_info=error)
+            told = f"the search failed: {type(error).__name__}: {error}"
+            status, content = HTTPStatus.INTERNAL_SERVER_ERROR, {"detail": told}
+        self._send(status, content)
 
     def _send(self, status: HTTPStatus, content: Any) -> None:
         body = json.dumps(content).encode()

@@ -13,7 +13,7 @@ from agent_scripts import equipment
 from caldera.agent_loop.base import AGENT_LOOPS, AgentLoopBase, AgentLoopOutput
 from caldera.agent_loop.manager import AgentLoops
 from caldera.agent_loop.output import COLUMN
-from caldera.errors import ConfigError, RegistryError
+from caldera.errors import ConfigError, RegistryError, RolloutError
 from caldera.protocol import DataProto, tensors_of
 from caldera.rollout import Completion, NativeRollout, Request, SamplingParams
 
@@ -53,6 +53,11 @@ class Chatter(AgentLoopBase):
         )  # fmt: skip
 
 
+class Forgetful(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
+        """Returns nothing."""
+
+
 class Broken(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         raise ValueError("of its own")
@@ -63,6 +68,7 @@ def loops_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AGENT_LOOPS, "_items", dict(AGENT_LOOPS._items))
     AGENT_LOOPS.register("chatter")(Chatter)
     AGENT_LOOPS.register("broken")(Broken)
+    AGENT_LOOPS.register("forgetful")(Forgetful)
 
 
 @pytest.fixture
@@ -159,6 +165,14 @@ def test_an_error_of_a_loop_ends_the_batch_and_says_where(make: Any) -> None:
     assert caught.value.__notes__ == ["in the agent loop 'broken', at uid 2"]
     assert not rollout.has_work(), "the others were given up"
     assert len(sample(loops, rollout, rows(2, agent_name="chatter"))) == 2
+
+
+def test_a_loop_that_returns_something_else_is_named(make: Any) -> None:
+    with pytest.raises(
+        RolloutError, match=r"Forgetful\.run must return .*got a NoneType"
+    ) as caught:
+        sample(*make(), rows(1, agent_name="forgetful"))
+    assert caught.value.__notes__ == ["in the agent loop 'forgetful', at uid 0"]
 
 
 def test_mistakes_of_rows(make: Any) -> None:

@@ -124,6 +124,11 @@ def test_classes_go_by_the_names_that_verl_gives_them(write: Write) -> None:
         ("- {name: a, _target_: json.JSONDecoder}", "must be a class derived from AgentLoopBase"),
         ("- {name: a, _target_: no.such.thing}", "cannot be imported"),
         ("- {", "not valid YAML"),
+        ("- {name: a, _target_: caldera.agent_loop.base.AgentLoopBase}", "has no run"),
+        (
+            "- {name: a, _target_: caldera.agent_loop.tool_agent.ToolAgentLoop, max_truns: 1}",
+            "ToolAgentLoop takes no max_truns",
+        ),
         (
             "- &x {name: a, _target_: caldera.agent_loop.tool_agent.ToolAgentLoop}\n- *x",
             "is there twice",
@@ -133,6 +138,12 @@ def test_classes_go_by_the_names_that_verl_gives_them(write: Write) -> None:
 def test_mistakes_in_a_file_of_loops(write: Write, text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=rf"agent_loop_config_path=.*{problem}"):
         read_loops(write("loops.yaml", text))
+
+
+def test_what_a_loop_needs_is_in_its_file(write: Write) -> None:
+    code = write("mine.py", OWN)
+    with pytest.raises(ConfigError, match=r"\[0\]: Mine cannot be made of this: .*'patience'"):
+        read_loops(write("loops.yaml", f"- name: mine\n  _target_: {code}:Mine\n"))
 
 
 def test_a_file_that_is_not_there() -> None:

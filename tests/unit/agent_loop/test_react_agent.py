@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import agent_scripts
 import pytest
 import torch
 from agent_scripts import CALL, equipment
@@ -21,6 +22,7 @@ from caldera.agent_loop.react_agent import ReactAgentLoop
 from caldera.errors import ConfigError, RolloutError
 from caldera.protocol import tensors_of
 from caldera.rollout import NativeRollout, SamplingParams
+from caldera.tools.parsing import FunctionCall, ToolParser
 
 if TYPE_CHECKING:
     from agent_scripts import Run
@@ -61,6 +63,20 @@ def test_the_graph_gives_the_trajectory_of_the_tool_agent(
     output.metrics = expected.metrics
     assert output == expected
     assert script.prompts == other.prompts
+
+
+@pytest.mark.parametrize("arguments", ["{a", "[1]", "[" * 100_000])
+def test_arguments_that_a_parser_left_unread_are_told(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    class Careless(ToolParser):
+        async def extract_tool_calls(self, responses_ids: list[int]) -> Any:
+            text = str(self.tokenizer.decode(responses_ids, skip_special_tokens=True))
+            return text, [FunctionCall("add", arguments)] if text == "add" else []
+
+    monkeypatch.setattr(agent_scripts, "Hermes", Careless)
+    output, _ = run("add<eos>", "Sorry.<eos>", loop="react_agent")
+    assert output.tool_calls == {"other/malformed": 1}
 
 
 def test_tools_are_in_the_timeline(run: Run) -> None:

@@ -14,6 +14,8 @@ from agent_scripts import CALL
 from caldera.errors import DataError, UnsupportedError
 from caldera.interactions.base import BaseInteraction
 from caldera.interactions.scripted import ScriptedInteraction
+from caldera.tools import ToolResponse
+from caldera.tools.function_tool import tools_of
 from caldera.tools.parsing import FunctionCall, ToolParser
 
 if TYPE_CHECKING:
@@ -157,9 +159,43 @@ def test_an_interaction_answers_and_scores_turns(
     assert partner._scripts == {}, "the conversation is over"
 
 
+class Examiner(BaseInteraction):
+    """Scores only the second answer, the last one."""
+
+    async def generate_response(
+        self, instance_id: str, messages: Sequence[Any], **kwargs: Any
+    ) -> tuple[bool, str, float | None, dict[str, Any]]:
+        is_over = sum(message["role"] == "assistant" for message in messages) == 2
+        return is_over, "more", -1.0 if is_over else None, {}
+
+
+def test_a_turn_without_a_score_has_none(run: Run) -> None:
+    output, script = run(
+        "1<eos>", "2<eos>", interactions={"quiz": Examiner({"name": "quiz"})},
+        interaction_kwargs={"name": "quiz"},
+    )  # fmt: skip
+    assert output.extra_fields["turn_scores"] == [-1.0]
+    assert output.turn_rewards == [(len(output.response_ids) - 1, -1.0)]
+    assert output.tool_calls == {}, "nothing went wrong"
+    told = [event["score"] for event in script.timeline.events if event["kind"] == "user"]
+    assert told == [None, -1.0]
+
+
 def test_the_reward_of_a_tool_lies_on_the_turn_that_called_it(run: Run) -> None:
     output, _ = run(f"{CALL}<eos>", "42<eos>")
     assert output.turn_rewards == [(len(CALL), 0.25)]
+
+
+def test_calls_without_a_reward_give_their_turn_none(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def execute(*args: Any, **kwargs: Any) -> Any:
+        return ToolResponse("42"), None, {}
+
+    (tool,) = tools_of(agent_scripts)
+    monkeypatch.setattr(tool, "execute", execute)
+    output, _ = run(f"{CALL}<eos>", "42<eos>")
+    assert (output.extra_fields["tool_rewards"], output.turn_rewards) == ([], [])
 
 
 def test_a_row_names_its_interaction(run: Run) -> None:

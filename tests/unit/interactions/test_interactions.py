@@ -65,7 +65,13 @@ def test_a_row_may_bring_its_own_script() -> None:
         wait_for(partner.start_interaction())
 
 
-@pytest.mark.parametrize("turns", [[], "x", [{"sya": "x"}], [{"expect": "("}]])
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [], "x", [{"sya": "x"}], [{"expect": "("}], [{"expect": 42}], [{"say": 42}],
+        [{"score": "high"}], [{"otherwise": float("nan")}],
+    ],
+)  # fmt: skip
 def test_mistakes_in_a_script(turns: Any) -> None:
     with pytest.raises(ConfigError, match=r"quiz: config\.turns"):
         ScriptedInteraction({"name": "quiz", "turns": turns})
@@ -102,6 +108,12 @@ def test_files_name_interactions(tmp_path: Path) -> None:
         ),
         ("interaction: [{class_name: json.JSONDecoder}]", "derived from BaseInteraction"),
         ("interaction: {", "not valid YAML"),
+        (f"interaction: [{{class_name: {OURS}, config: [1]}}]", "config=.*takes a mapping"),
+        (f"interaction: [{{class_name: {OURS}, config: {{timeot: 1}}}}]", "timeot is unknown"),
+        (
+            "interaction: [{class_name: caldera.interactions.base.BaseInteraction}]",
+            "it has no generate_response",
+        ),
     ],
 )
 def test_mistakes_in_a_file(tmp_path: Path, text: str, problem: str) -> None:
@@ -112,6 +124,13 @@ def test_mistakes_in_a_file(tmp_path: Path, text: str, problem: str) -> None:
 def test_a_file_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="there is no such file"):
         load_interactions("nowhere.yaml")
+
+
+def test_a_class_that_extends_one_of_ours_may_have_keys_of_its_own() -> None:
+    class Strict(Gsm8kInteraction):
+        pass
+
+    assert Strict({"name": "strict", "patience": 3}).config["patience"] == 3
 
 
 @pytest.mark.parametrize("timeout", [0, "soon", True])
@@ -135,7 +154,7 @@ class Odd(BaseInteraction):
         return self.reply
 
 
-def answer_of(reply: Any) -> tuple[tuple[bool, str, float], dict[str, int]]:
+def answer_of(reply: Any) -> tuple[tuple[bool, str, float | None], dict[str, int]]:
     conversation = Conversation(Odd(reply), "id", {"interaction_kwargs": {}})
     return wait_for(conversation.answer([])), conversation.failures
 
@@ -144,11 +163,11 @@ def answer_of(reply: Any) -> tuple[tuple[bool, str, float], dict[str, int]]:
     ("reply", "answer"),
     [
         ((True, None, 1.0, {}), (True, "", 1.0)),
-        ((False, "and?", None, {}), (False, "and?", 0.0)),
+        ((False, "and?", None, {}), (False, "and?", None)),
         ([False, "and?", 0.5, {}], (False, "and?", 0.5)),
     ],
 )
-def test_replies_that_say_less_are_fine(reply: Any, answer: tuple[bool, str, float]) -> None:
+def test_replies_that_say_less_are_fine(reply: Any, answer: tuple[bool, str, float | None]) -> None:
     assert answer_of(reply) == (answer, {})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,71 @@ def test_what_is_refused(corpus: Path, tmp_path: Path, encoder_folder: Path) -> 
     for kind, message, act in cases:
         with pytest.raises(kind, match=message):
             act()
+
+
+@pytest.mark.parametrize(
+    "change", [lambda text: text[:-9], lambda text: text.replace("mice", "rats!")]
+)
+def test_passages_that_were_changed_are_not_served(
+    change: Callable[[str], str], corpus: Path, tmp_path: Path
+) -> None:
+    build_index([corpus], tmp_path / "index", BuildOptions())
+    lines = tmp_path / "index/passages.jsonl"
+    lines.write_text(change(lines.read_text()))
+    with pytest.raises(DataError, match=r"passages\.jsonl is not as it was written"):
+        Index(tmp_path / "index")
+
+
+def test_passages_of_another_index_are_not_served(corpus: Path, tmp_path: Path) -> None:
+    build_index([corpus], tmp_path / "index", BuildOptions())
+    build_index([write_corpus(tmp_path / "one.jsonl", ["cats"])], tmp_path / "one", BuildOptions())
+    for name in ("passages.jsonl", "offsets.npy"):
+        (tmp_path / "one" / name).replace(tmp_path / "index" / name)
+    with pytest.raises(DataError, match=r"holds 1 passages, and index\.json tells of 4"):
+        Index(tmp_path / "index")
+
+
+@pytest.mark.parametrize("contents", ["", "the"])
+def test_a_corpus_without_words_is_refused(contents: str, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"id": "a", "contents": contents}) + "\n")
+    with pytest.raises(DataError, match="has a word that could be searched for"):
+        build_index([corpus], tmp_path / "index", BuildOptions())
+
+
+def test_a_damaged_compressed_corpus_is_refused(corpus: Path, tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(corpus.read_bytes()))
+    packed[12] ^= 0xFF  # the first block
+    (tmp_path / "corpus.jsonl.gz").write_bytes(packed)
+    with pytest.raises(DataError, match=r"cannot read the corpus .*corpus\.jsonl\.gz"):
+        build_index([tmp_path / "corpus.jsonl.gz"], tmp_path / "index", BuildOptions())
+
+
+def test_the_folder_may_be_the_one_one_is_in(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_index([corpus], tmp_path / "index", BuildOptions())
+    monkeypatch.chdir(tmp_path / "index")
+    assert add_passages([corpus], Path()).passages == 8
+    assert len(Index(tmp_path / "index").passages) == 8
+
+
+def test_an_index_whose_replacement_was_killed_is_still_there(corpus: Path, tmp_path: Path) -> None:
+    build_index([corpus], tmp_path / "index", BuildOptions())
+    (tmp_path / "index").rename(tmp_path / "index.replaced")  # the step before the last
+    assert add_passages([corpus], tmp_path / "index").passages == 8
+    assert not (tmp_path / "index.replaced").exists()
+
+
+def test_an_encoder_is_found_from_another_folder(
+    corpus: Path, tmp_path: Path, encoder_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(encoder_folder.parent)
+    build_index([corpus], tmp_path / "index", BuildOptions("dense", encoder_folder.name))
+    monkeypatch.chdir(tmp_path)
+    assert len(found(Index(tmp_path / "index"), "cats", topk=4)) == 4
+
+
+def test_a_device_that_is_not_there(encoder_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--device='nowhere'"):
+        Encoder(str(encoder_folder), "nowhere")

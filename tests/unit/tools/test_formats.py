@@ -116,6 +116,55 @@ def test_react():
     assert parse("react", "Action: add\nAction Input: 1 + 1").problems
 
 
+CALL = '{"name": "add", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", f"{CALL}</tool_call>"),
+        ("openai", '{"tool_calls": {}}'),
+        ("openai", f'{CALL} {{"name": "add", "arguments": {{'),
+        ("qwen3_coder", "<function=f><parameter=a>1</parameter></function>"),
+        ("gpt-oss", '<|channel|>commentary to=add<|message|>{"a": 1}<|call|>'),
+        ("gpt-oss", '<|channel|>commentary to=functions.add{"a": 1}<|call|>'),
+        ("react", 'Action add\nAction Input: {"a": 1}'),
+        ("react", 'Action:\nAction Input: {"a": 1}'),
+    ],
+)
+def test_what_is_meant_as_a_call_is_told(name, text):
+    assert len(parse(name, text).problems) == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "<parameter=a>1</parameter><parameter=b>2",
+        "<parameter=a>1<parameter=b>2</parameter>",
+        '{"a": 1}',
+    ],
+)
+def test_a_parameter_of_qwen3_coder_is_not_lost(body):
+    found = parse("qwen3_coder", f"<tool_call><function=f>{body}</function></tool_call>")
+    assert not found.calls and "<parameter=KEY>VALUE</parameter>" in found.problems[0]
+
+
+def test_several_functions_in_one_call_of_qwen3_coder():
+    both = "<function=f></function>\n<function=g></function>"
+    assert calls(parse("qwen3_coder", f"<tool_call>{both}</tool_call>")) == [("f", {}), ("g", {})]
+
+
+def test_openai_finds_calls_among_other_brackets():
+    found = parse("openai", f"As {{x}} in [1], {CALL}\nand {CALL}")
+    assert calls(found) == [("add", {"a": 1})] * 2 and not found.problems
+    assert found.content == "As {x} in [1], \nand"
+
+
+def test_a_call_of_gpt_oss_on_another_channel():
+    text = '<|channel|>analysis to=functions.add code<|message|>{"a": 1}<|call|>'
+    assert calls(parse("gpt-oss", text)) == [("add", {"a": 1})]
+
+
 ALPHABET = st.text(
     st.sampled_from('<>{}[]":,\\/|=aA1 \n') | st.characters(codec="utf-8"), max_size=60
 )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from typing import Any, Literal
 
@@ -9,7 +10,8 @@ import pytest
 from caldera.errors import ConfigError
 from caldera.tools import ToolResponse, function_tool
 from caldera.tools.function_tool import MARK, schema_of
-from caldera.tools.running import ToolState
+from caldera.tools.parsing import FunctionCall
+from caldera.tools.running import ToolRunner, ToolState
 
 
 def weather(
@@ -53,7 +55,7 @@ def test_the_schema_comes_from_hints_and_docstring():
                 },
                 "days": {"type": "integer", "description": "How many."},
                 "unit": {"type": "string", "enum": ["C", "F"]},
-                "places": {"type": "array", "items": {"type": "string"}},
+                "places": {"type": "array", "items": {"type": "string"}, "nullable": True},
                 "exact": {"anyOf": [{"type": "number"}, {"type": "string"}]},
             },
             "required": ["city"],
@@ -150,6 +152,18 @@ def test_an_async_function_runs_in_the_event_loop():
         return threading.current_thread().name
 
     assert call(where)[0].text == threading.current_thread().name
+
+
+def test_null_is_taken_where_the_hint_has_none():
+    @function_tool
+    def stock(fruit: str | None = None, *, most: int = 3) -> str:
+        return f"{fruit} {most}"
+
+    runner = ToolRunner([getattr(stock, MARK)], max_parallel_calls=2)
+    calls = [FunctionCall("stock", json.dumps({name: None})) for name in ("fruit", "most")]
+    taken, refused = asyncio.run(runner.run(calls, ToolState()))
+    assert taken.text == "None 3"
+    assert refused.status == "malformed" and "must be an integer, got null" in refused.text
 
 
 def test_what_a_function_raises_arrives():

@@ -116,6 +116,7 @@ NATIVE = {"type": "native"}
             {"class_name": "CalculatorTool", "config": {**NATIVE, "timeout": -1}},
             r"tools\[0\]: config.timeout=-1",
         ),
+        ({"class_name": "caldera.tools.BaseTool", "config": NATIVE}, "it has no execute"),
     ],
 )
 def test_mistakes_are_named(tmp_path, entry, told):
@@ -139,3 +140,9 @@ def test_files_that_hold_no_tools(tmp_path, text):
         load_tools(str(tmp_path / "tools.yaml"))
     with pytest.raises(ConfigError, match="does not exist"):
         load_tools(str(tmp_path / "other.yaml"))
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "tools.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"tools\.yaml cannot be read"):
+        load_tools(str(tmp_path / "tools.yaml"))

@@ -51,6 +51,9 @@ def test_the_model_is_shown_what_is_set():
         ({"parameters": {"type": "array"}}, "function.parameters"),
         ({"parameters": {"properties": {"a": "string"}}}, "properties.a"),
         ({"parameters": {"properties": {}, "required": ["a"]}}, "'a'"),
+        ({"parameters": {"properties": {"a": {}}, "required": "a"}}, "required='a'"),
+        ({"parameters": {"properties": {"a": {}}, "required": [["a"]]}}, "required names"),
+        ({"parameters": {"properties": {"a": {"enum": "ab"}}}}, "properties.a.enum='ab'"),
     ],
 )
 def test_a_mistake_is_named(change, named):
@@ -90,3 +93,9 @@ def test_arguments_that_do_not_fit_are_explained(arguments, told):
     with pytest.raises(ValueError) as error:
         fit_arguments(arguments, look().function)
     assert told in str(error.value)
+
+
+def test_texts_are_what_was_written():
+    texts = {"what": '{"a": [1,2]}', "most": "3"}
+    arguments = {"what": {"a": [1, 2]}, "most": 3}
+    assert fit_arguments(arguments, look().function, texts) == {"what": texts["what"], "most": 3}
