@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MARK = "caldera:what-the-model-said"
+TOLD = "caldera:what-it-was-told"
 QUESTION: Message = {"role": "user", "content": "a"}
 SAID: Message = {"role": "assistant", "content": MARK}
 
@@ -55,12 +56,14 @@ class TurnAppender:
         """How turns of these roles can be appended; ConfigError if they cannot."""
         found = Appending.EXACT
         for role in roles:
-            new: list[Message] = [{"role": role, "content": "b"}]
+            new: list[Message] = [{"role": role, "content": TOLD}]
             try:
                 short = self._after([QUESTION, SAID], new)
                 long = self._after([QUESTION, {**SAID, "content": "c"}, QUESTION, SAID], new)
             except DataError as error:
                 raise self._refusal(role, str(error)) from error
+            if TOLD not in short:
+                raise self._refusal(role, "it leaves out what the message says")
             if short != long:
                 raise self._refusal(
                     role,

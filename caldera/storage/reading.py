@@ -18,5 +18,5 @@ def read_yaml(path: str, key: str) -> Any:
         raise ConfigError(f"{key}={path}: there is no such file")
     try:
         return yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}={path}: not valid YAML: {error}") from error

@@ -55,7 +55,8 @@ def run_entry_point(work: Callable[[], None], tell: Callable[[str], str] = str) 
     except CalderaError as error:
         if os.environ.get("CALDERA_TRACEBACK") == "1":
             traceback.print_exc()
-        sys.stderr.write(f"caldera: error: {tell(str(error))}\n")
+        told = "\n".join([str(error), *getattr(error, "__notes__", ())])  # where it came up
+        sys.stderr.write(f"caldera: error: {tell(told)}\n")
         return USER_ERROR
     return 0
 

@@ -7,7 +7,6 @@ what they found out is read by the tests below.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import run_ranks
 from torch import Tensor, nn
 
 from caldera.config import FSDPConfig, OptimizerConfig, load_config, resolve_for_machine
@@ -27,10 +27,6 @@ from caldera.engine import ranks as ranks_module
 from caldera.errors import ConfigError
 from caldera.protocol import DataProto
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-from rank_processes import run_ranks
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all that the processes do
 P, R = 4, 8

@@ -21,6 +21,7 @@ import openai
 import pyarrow
 import pyarrow.parquet
 import pytest
+from reward_models import save_judge
 
 from caldera.cli import main
 from caldera.config import compose_config
@@ -28,9 +29,6 @@ from caldera.config.offline import GenerationConfig
 from caldera.config.serve import ServeConfig
 from caldera.demo import smollm2
 from caldera.trainer.generation.run import generate
-
-sys.path.append(str(Path(__file__).parents[1]))  # for reward_models
-from reward_models import save_judge
 
 MESSAGES: Any = [{"role": "user", "content": "What is the sum?"}]
 CROWD = 256

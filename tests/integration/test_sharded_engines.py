@@ -7,7 +7,6 @@ together in every layout, and what they found out is read by the tests below.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import run_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -24,10 +24,6 @@ from caldera.config import load_config, resolve_for_machine
 from caldera.demo.arithmetic import build_model, build_tokenizer
 from caldera.protocol import DataProto
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-from rank_processes import run_ranks
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all that the processes do
 P, R, ROWS = 4, 8, 8

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from template_tokenizers import REWRITING, real, tokenizer_with
 from transformers import PreTrainedTokenizerFast
 
 from caldera.data.turns import Appending, TurnAppender
 from caldera.errors import ConfigError
 
-TEMPLATES = Path(__file__).parents[2] / "data" / "chat_templates"
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 NUMBERED = (
     "{% for m in messages %}<|im_start|>{{ loop.index }} {{ m.role }}\n{{ m.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -25,41 +20,16 @@ FORGETFUL = (  # earlier turns of the assistant are left out
     "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+SILENT = (  # tools may speak, and are not heard
+    "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 NO_TOOLS = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-REWRITING = (  # as some do, the last question gets a note, which moves when another one comes
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last %}NOTE {% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-@cache
-def tokenizer_with(template: str) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=SPECIAL, show_progress=False,
-    )  # fmt: skip
-    backend.train_from_iterator(["user\n\n\nassistant\n\nsystem\n\n <think>\n\n"] * 9, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        chat_template=template,
-    )  # fmt: skip
-
-
-def real(name: str) -> PreTrainedTokenizerFast:
-    return tokenizer_with((TEMPLATES / f"{name}.jinja").read_text())
 
 
 def text_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
@@ -157,6 +127,7 @@ def test_the_template_says_how_turns_are_appended():
         (NUMBERED, "depends on the turns before"),
         (FORGETFUL, "leaves out what the assistant said"),
         (NO_TOOLS, "no tools"),
+        (SILENT, "'tool' appended: it leaves out what the message says"),
     ],
 )
 def test_templates_that_cannot_are_refused(template, why):

@@ -6,7 +6,6 @@ import asyncio
 import json
 import pickle
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from reward_models import save_reward_model
 from transformers import AutoTokenizer
 
 from caldera.config import PPOTrainerConfig
@@ -31,10 +31,6 @@ from caldera.reward.model_server import (
     server_arguments,
 )
 from caldera.reward.scoring import ThreadScoring
-
-sys.path.append(str(Path(__file__).parents[2]))
-
-from reward_models import save_reward_model
 
 ASKED = [{"role": "user", "content": "What is the sum?"}]
 TEXT = "<|user|>\nWhat is the sum?</s>\n<|assistant|>\nSeven.</s>\n"

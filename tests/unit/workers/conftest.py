@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +10,6 @@ from caldera.config import PPOTrainerConfig, load_config, resolve_for_machine
 from caldera.protocol import DataProto
 from caldera.single_controller import LocalWorkerGroup, ResourcePool, WorkerGroup
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
-
-sys.path.append(str(Path(__file__).parents[2]))  # for reward_models
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [9], [10, 11, 12], [7, 8], [13, 14, 15, 16]]
 WIDTH = 4  # P

@@ -7,7 +7,6 @@ they found out is read by the tests.
 from __future__ import annotations
 
 import asyncio
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import run_ranks
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -36,10 +36,6 @@ from caldera.rollout.native.sharding import planned_layers
 from caldera.rollout.native.steps import Chunks, Decode, Prefill, Step
 from caldera.rollout.native.team import FIRST_PART, packed, unpacked
 from caldera.rollout.native.tensor_parallel import TensorParallelRollout
-
-sys.path.append(str(Path(__file__).parents[3]))
-
-from rank_processes import run_ranks
 
 pytestmark = pytest.mark.timeout(240)  # the first test waits for all that the processes do
 CPU = torch.device("cpu")
