@@ -107,13 +107,13 @@ def prepare_tiny(folder: Path) -> None:
     arithmetic.write_parquet(held_out, "test", folder / "test.parquet")
     tokenizer = arithmetic.build_tokenizer()
     model = arithmetic.build_model(tokenizer, SEED)
-    with TrainingProgress(
-        MAX_WARM_START_STEPS, description="Supervised start (at most)"
-    ) as progress:
-        warm_start(
+    wanted = f"Supervised start, until {START_ACCURACY:.0%} are right"
+    with TrainingProgress(MAX_WARM_START_STEPS, description=wanted) as progress:
+        reached = warm_start(
             model, tokenizer, train, held_out, START_ACCURACY, MAX_WARM_START_STEPS,
             lambda step, accuracy: progress.update(step, accuracy=accuracy),
         )  # fmt: skip
+    print_line(f"The model answers {reached:.0%} of the held-out sums: GRPO takes over")
     model.save_pretrained(folder / "start")
     tokenizer.save_pretrained(folder / "start")
 

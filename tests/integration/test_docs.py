@@ -103,6 +103,8 @@ def after_make_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as `make demo` leaves it, but for the number of steps."""
     folder = tmp_path_factory.mktemp("after_make_demo")
     run_script("caldera demo trainer.total_training_steps=2", folder)
+    before, _ = demo.accuracies(folder / "outputs/demo-tiny/run/metrics.jsonl")
+    assert 0.25 < before < 0.55  # so that there is something to learn
     shutil.copytree(REPOSITORY / "examples", folder / "examples")
     return folder
 

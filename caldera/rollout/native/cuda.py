@@ -41,7 +41,6 @@ class CudaRunner(Runner):
         self, module: nn.Module, device: torch.device, config: RolloutConfig, shape: CacheShape
     ) -> None:
         super().__init__(module, device, config.max_num_seqs)
-        self._source = module
         self._dtype = shape.dtype
         self._raw = config.logprobs_mode == "raw_logprobs"
         longest = config.max_model_len or config.prompt_length + config.response_length
@@ -63,7 +62,7 @@ class CudaRunner(Runner):
         self._twin = self._graphs = self._few = None
         self._module, self._trunk = self._source, plain_trunk(self._source)
 
-    def prepare(self, weights_changed: bool) -> None:
+    def prepare(self) -> bool:
         if self._twin is not None and self._twin.has_moved:
             self._weights_move = True
             self._release()  # before the next one needs the memory
@@ -74,9 +73,10 @@ class CudaRunner(Runner):
             make_trunk = plain_trunk if self._is_exact else compiled_trunk
             self._trunk = make_trunk(self._module)
             self._graphs = DecodeGraphs(self._run_decode, self._sizes, self._state)
-        elif weights_changed:
+        else:
             self._twin.refresh()
         forget_pieces(self._module)
+        return False
 
     def _few_steps(self) -> FewSteps | None:
         from caldera.rollout.native.few import can_chain, few_steps

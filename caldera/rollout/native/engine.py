@@ -187,7 +187,7 @@ class NativeRollout(StepwiseRollout):
     @contextmanager
     def stepping(self) -> Iterator[None]:
         with self.sampling_mode(), self._precision(), exactness(self.config.native.exact):
-            self._runner.prepare(self._weights_changed)
+            self._stale |= self._runner.prepare()
             try:
                 yield
                 self._land_all()

@@ -37,7 +37,6 @@ class PackedTwin:
 
     def __init__(self, module: nn.Module, kernels: CpuKernels | None) -> None:
         own = [*module.parameters(), *module.buffers()]
-        self._source = module
         self.module = copy.deepcopy(module, {id(each): each for each in own}).eval()
         for layer in decoder_layers(self.module):
             layer.__dict__.pop("forward", None)  # compiled for training, and the module's own
@@ -49,7 +48,7 @@ class PackedTwin:
             self._packs = [head, *self.lean.packs]
         else:
             self._packs = [head, *self._stack_all(), *self._replace_all()]
-        self._known: list[tuple[int, int]] | None = None
+        self._is_packed = False
 
     def _stack_all(self) -> list[PackedWeight]:
         packs = []
@@ -75,15 +74,14 @@ class PackedTwin:
     def refresh(self, weights_changed: bool) -> None:
         """Pack the weights, unless that was done since they changed."""
         forget_pieces(self.module)
-        known = [(each._version, each.data_ptr()) for each in self._source.parameters()]
-        if weights_changed or known != self._known:
+        if weights_changed or not self._is_packed:
             with torch.no_grad():
                 for pack in self._packs:
                     pack.pack()
-        self._known = known
+        self._is_packed = True
 
     def release(self) -> None:
-        self._known = None
+        self._is_packed = False
         for pack in self._packs:
             pack.release()
 
@@ -103,8 +101,10 @@ class PackedRunner(Runner):
         self._module = self._twin.module
         self._trunk = plain_trunk(self._module)
 
-    def prepare(self, weights_changed: bool) -> None:
-        self._twin.refresh(weights_changed)
+    def prepare(self) -> bool:
+        changed = super().prepare()
+        self._twin.refresh(changed)
+        return changed
 
     def rest(self) -> None:
         self._twin.release()

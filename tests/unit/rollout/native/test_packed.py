@@ -27,6 +27,7 @@ from caldera.rollout.native.engine import NativeRollout
 from caldera.rollout.native.lean import LeanLayer
 from caldera.rollout.native.packed import PackedRunner
 from caldera.rollout.native.packed_weights import can_pack
+from caldera.rollout.native.runner import sum_of_bits
 from caldera.rollout.native.small import SmallLayer
 
 CPU = torch.device("cpu")
@@ -210,6 +211,39 @@ def test_sequences_that_grow_far_and_change_places() -> None:
     got = sampler(module, **keys).generate(requests)
     same = [a.token_ids == b.token_ids for a, b in zip(got, want, strict=True)]
     assert sum(same) >= len(requests) - 1  # rounding may flip a token that was nearly tied
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_nobody_has_to_tell_that_an_optimiser_took_a_step(
+    size: int, prefixes: bool, eager: bool
+) -> None:
+    module = build(LlamaConfig(**SIZES | {"hidden_size": size}))
+    rollout = sampler(module, enable_prefix_caching=prefixes, enforce_eager=eager)
+    rollout.generate(work())
+    # Which counts no versions of the parameters up, nor moves them.
+    optimiser = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
+    before = [(each._version, each.data_ptr()) for each in module.parameters()]
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimiser.step()
+    assert [(each._version, each.data_ptr()) for each in module.parameters()] == before
+    assert_alike(module, rollout)
+
+
+@pytest.mark.parametrize("shape", [(3,), (8,), (5, 7), ()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sum_of_bits_knows_each_of_them(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for values in (torch.randn(shape).to(dtype), torch.randn(20, 7).to(dtype)[1:, 2:6]):
+        before = sum_of_bits(values)
+        assert sum_of_bits(values.clone()) == before
+        for place in range(values.numel()):
+            others = values.clone()
+            others.view(-1)[place] = others.view(-1)[place].nextafter(
+                torch.tensor(9.0, dtype=dtype)
+            )
+            assert sum_of_bits(others) != before
 
 
 def test_weights_that_change_are_packed_again() -> None:
