@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +11,11 @@ if TYPE_CHECKING:
 __all__ = ["DataProto", "__version__"]
 
 __version__ = "0.1.0"
+
+# OpenMP reads this when torch is first imported. Threads that wait for each other spin for
+# milliseconds by default, which on a machine with anything else to do is time that they lose.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def __getattr__(name: str) -> Any:
