@@ -31,11 +31,22 @@ class RowTable:
     """What messages call the files."""
     starts: list[int]
     """The number of the first row of each file."""
+    columns: list[list[str]]
+    """The columns of each file; none where it has no rows."""
 
     def where(self, row: int) -> str:
         """Where a row comes from, for an error message."""
         file = bisect_right(self.starts, row) - 1
         return f"row {row - self.starts[file]} of {self.files[file]}"
+
+    def require_column(self, column: str, key: str, role: str) -> None:
+        """Raise DataError unless every file has the column; `key` is that of the files."""
+        for name, columns in zip(self.files, self.columns, strict=True):
+            if columns and column not in columns:
+                raise DataError(
+                    f"{key}: {name} has no column {column!r}, {role}; its columns are "
+                    f"{', '.join(columns)}"
+                )
 
     def is_of_parquet(self, row: int) -> bool:
         """Whether None may stand in the row for a field that only others have."""
@@ -55,18 +66,18 @@ def read_rows(
     names = [_name(file, path) for file, path in zip(given, paths, strict=True)]
     rows: list[Row] = []
     starts: list[int] = []
-    columns: dict[str, None] = {}
+    columns: list[list[str]] = []
     for path, name in zip(paths, names, strict=True):
         found = _read_file(path, name, key)
-        file_columns = {column: None for row in found for column in row}
+        columns.append(list(dict.fromkeys(column for row in found for column in row)))
         if found:
-            _check_columns(name, file_columns, required or {})
+            _check_columns(name, columns[-1], required or {})
         starts.append(len(rows))
         rows.extend(found)
-        columns |= file_columns
     if not rows:
         raise DataError(f"{key}: the data set has no rows ({', '.join(names) or 'no files'})")
-    return RowTable([{c: row.get(c) for c in columns} for row in rows], names, starts)
+    every = dict.fromkeys(column for of_file in columns for column in of_file)
+    return RowTable([{c: row.get(c) for c in every} for row in rows], names, starts, columns)
 
 
 def _name(given: str, path: Path) -> str:
@@ -129,7 +140,7 @@ def _json_object(row: object, where: str) -> Row:
     return row
 
 
-def _check_columns(name: str, columns: Mapping[str, None], required: Mapping[str, str]) -> None:
+def _check_columns(name: str, columns: Sequence[str], required: Mapping[str, str]) -> None:
     for column, key in required.items():
         if column not in columns:
             raise DataError(

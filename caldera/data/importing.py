@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from caldera.data.own_code import own_frames
 from caldera.errors import ConfigError, nearest
 from caldera.storage import local_path
 
@@ -51,7 +52,7 @@ def load_class(dotted: str, base: type[T], key: str) -> type[T]:
 
 
 def load_module(path: str, key: str) -> ModuleType:
-    """The module of such a path."""
+    """The module of such a path. Whatever goes wrong in it is a mistake of the user's."""
     if path.startswith("pkg://"):
         return _import_package(path.removeprefix("pkg://"), key)
     return _import_file(Path(local_path(path, key)).expanduser(), key)
@@ -60,11 +61,10 @@ def load_module(path: str, key: str) -> ModuleType:
 def _import_package(dotted: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(dotted)
-    except ModuleNotFoundError as error:
-        # A module that the named one imports in vain is a mistake inside it, not in the path.
-        if error.name is None or not f"{dotted}.".startswith(f"{error.name}."):
-            raise
-        raise ConfigError(f"{key}: pkg://{dotted} cannot be imported: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise _failed_import(f"pkg://{dotted}", key, error) from error
 
 
 def _import_file(path: Path, key: str) -> ModuleType:
@@ -86,10 +86,24 @@ def _import_file(path: Path, key: str) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[module_name]
-        raise
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise _failed_import(str(path), key, error) from error
     return module
+
+
+def _failed_import(path: str, key: str, error: BaseException) -> ConfigError:
+    """Tells what a module raised, and where in the user's own code."""
+    frames, said = own_frames(error), str(error)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
+        where, said = f" ({error.filename}:{error.lineno})", error.msg
+    kind = type(error).__name__
+    return ConfigError(
+        f"{key}: {path} cannot be imported: {f'{kind}: {said}' if said else kind}{where}"
+    )
 
 
 def _near_file(path: Path) -> str:

@@ -56,9 +56,10 @@ class RLHFDataset(Dataset[Row]):
         self.tokenizer = tokenizer
         self.config = config
         require_chat_template(tokenizer, config.apply_chat_template_kwargs)
+        self._key = _files_key(data_files, config)
         self._table: RowTable = read_rows(
             data_files,
-            key=_files_key(data_files, config),
+            key=self._key,
             required={config.prompt_key: "data.prompt_key"},
         )
         self._selected = self._select(max_samples)
@@ -95,6 +96,10 @@ class RLHFDataset(Dataset[Row]):
     def column_values(self, name: str) -> set[Any]:
         """The different values of a column, None among them if a row has none."""
         return {self._table.rows[row].get(name) for row in self._selected}
+
+    def require_column(self, name: str, role: str) -> None:
+        """Raise DataError unless every file has the column, which has this role."""
+        self._table.require_column(name, self._key, role)
 
     def _select(self, max_samples: int) -> list[int]:
         total = len(self._table.rows)

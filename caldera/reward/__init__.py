@@ -14,6 +14,7 @@ from caldera.reward.manager import (
     NaiveRewardManager,
     RewardManager,
     compute_reward,
+    is_built_in,
 )
 from caldera.reward.prime import PrimeRewardManager, RemoteRewardManager
 from caldera.reward.samples import FAILED, TIMED_OUT, VALUE, Outcome
@@ -38,6 +39,7 @@ __all__ = [
     "StreamingScorer",
     "compute_reward",
     "get_custom_reward_fn",
+    "is_built_in",
     "load_reward_manager",
     "streams",
 ]

@@ -28,6 +28,10 @@ class BatchRewardManager(NaiveRewardManager):
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | RewardResult:
         return super().__call__(data, return_dict)  # of its own: it knows whole batches alone
 
+    def keywords(self) -> list[str]:
+        named = ["data_sources", "solution_strs", "ground_truths", "extra_infos"]
+        return [*named, *self.reward_kwargs]
+
     def _outcomes(self, data: DataProto, known: Sequence[Outcome | None]) -> list[Outcome]:
         samples = [self._sample(data, row) for row in range(len(data))]
         arguments = {

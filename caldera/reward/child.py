@@ -11,7 +11,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from caldera.errors import CalderaError, RewardError
+from caldera.errors import CalderaError, ConfigError, RewardError
 from caldera.reward.custom import CustomScore
 from caldera.reward.explaining import explain
 from caldera.reward.scoring import attempt
@@ -46,7 +46,10 @@ def serve_calls(connection: Connection, function: bytes) -> None:
 def _load(function: bytes) -> Any:
     found = pickle.loads(function)
     if isinstance(found, CustomScore):
-        _ = found.function  # its file is run now, not in the time of the first call
+        try:
+            _ = found.function  # its file is run now, not in the time of the first call
+        except ConfigError as error:  # no mistake of the run's, which could import it
+            raise RewardError(str(error)) from error
     return found
 
 

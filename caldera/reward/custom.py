@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,23 @@ class CustomScore:
         loaded: ScoreFunction = function
         return loaded
 
+    def check_call(self, names: Collection[str]) -> None:
+        """The function can be called with these keywords and its `reward_kwargs`."""
+        keywords = dict.fromkeys([*names, *self.reward_kwargs])
+        try:
+            # A decorator may take other arguments than what it decorates.
+            signature = inspect.signature(self.function, follow_wrapped=False)
+        except ValueError:  # as of some functions that are written in C
+            return
+        try:
+            signature.bind(**keywords)
+        except TypeError as error:
+            raise ConfigError(
+                f"custom_reward_function.name={self.name!r}: {self.path} has "
+                f"{self.name}{signature}, which cannot be called with the keywords "
+                f"{', '.join(keywords)}: {error}"
+            ) from error
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **(kwargs | self.reward_kwargs))
 
@@ -53,12 +70,15 @@ def named_arguments(
     With `or_any` a function that takes any keyword takes all of them.
     """
     own = function.function if isinstance(function, CustomScore) else function
-    taken = inspect.signature(own).parameters
+    try:
+        taken = inspect.signature(own).parameters
+    except ValueError:  # as of some functions that are written in C
+        return {}
     takes_any = or_any and any(p.kind is p.VAR_KEYWORD for p in taken.values())
     return {name: make() for name, make in offered.items() if takes_any or name in taken}
 
 
-def get_custom_reward_fn(config: CustomRewardFunctionConfig) -> ScoreFunction | None:
+def get_custom_reward_fn(config: CustomRewardFunctionConfig) -> CustomScore | None:
     """The function that the configuration names, or None if it names none.
 
     Its `reward_kwargs` override the arguments of every call.

@@ -10,9 +10,14 @@ from caldera.config.reward import RewardManagerConfig
 from caldera.data.importing import load_object
 from caldera.errors import ConfigError
 from caldera.reward.batch import BatchRewardManager
-from caldera.reward.custom import get_custom_reward_fn, named_arguments
+from caldera.reward.custom import ScoreFunction, get_custom_reward_fn, named_arguments
 from caldera.reward.default import default_score_function
-from caldera.reward.manager import REWARD_MANAGERS, NaiveRewardManager, RewardManager
+from caldera.reward.manager import (
+    REWARD_MANAGERS,
+    NaiveRewardManager,
+    RewardManager,
+    is_built_in,
+)
 from caldera.reward.model_server import served_score, server_arguments
 from caldera.reward.scoring import ScoringLimits
 from caldera.reward.single import SingleRewardManager, is_single
@@ -52,7 +57,7 @@ def load_reward_manager(
         manager = SingleRewardManager(of_one, config, tokenizer, num_examine)
     else:
         told: dict[str, Any] = {}
-        function = own_function
+        function: ScoreFunction | None = own_function
         if config.reward_model.is_served and own_function is not None:
             told = named_arguments(own_function, server, or_any=True)
         elif _is_ours(manager_class) and own_function is None:
@@ -66,6 +71,8 @@ def load_reward_manager(
             **_further_arguments(manager_class, config),
             **told,
         )
+        if own_function is not None and is_built_in(manager):
+            own_function.check_call(manager.keywords())
     if isinstance(manager, NaiveRewardManager):
         manager.limits = ScoringLimits(config.reward.timeout, config.reward.num_workers)
     return manager

@@ -45,6 +45,7 @@ __all__ = [
     "RewardManager",
     "RewardResult",
     "compute_reward",
+    "is_built_in",
 ]
 
 logger = logging.getLogger(__name__)
@@ -178,6 +179,12 @@ class NaiveRewardManager:
             **self.reward_kwargs,
         }
 
+    def keywords(self) -> list[str]:
+        """The names of the arguments that the score function is called with."""
+        prompt = named_arguments(self.compute_score, {"raw_prompt": lambda: None})
+        return ["data_source", "solution_str", "ground_truth", "extra_info", *prompt,
+                *self.reward_kwargs]  # fmt: skip
+
     def _messages(self, data: DataProto, row: int) -> list[dict[str, Any]]:
         """The prompt's messages; where a run does not keep them, the prompt as one message."""
         if "raw_prompt" in data.non_tensor_batch:
@@ -259,6 +266,11 @@ class NaiveRewardManager:
 
 
 REWARD_MANAGERS.register("naive")(NaiveRewardManager)
+
+
+def is_built_in(manager: RewardManager) -> TypeGuard[NaiveRewardManager]:
+    """Whether it is known how a manager scores: one that a user derived may do it otherwise."""
+    return isinstance(manager, NaiveRewardManager) and _is_ours(type(manager))
 
 
 def place_scores(data: DataProto, scores: Sequence[float]) -> torch.Tensor:

@@ -17,7 +17,7 @@ from caldera.trainer.main_ppo import main
 if TYPE_CHECKING:
     from tests.conftest import Lab
 
-ONE_STEP = ("trainer.total_training_steps=1", "trainer.save_freq=1")
+ONE_STEP = ("trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.test_freq=1")
 
 # What is given, and what the message must hold. `{here}` is a folder with the files made below.
 MISTAKES: dict[str, tuple[str, list[str]]] = {
@@ -39,11 +39,15 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     ),
     "missing source column": (
         "data.train_files={here}/no_data_source.parquet",
-        ["'data_source'", "data.reward_fn_key"],
+        ["data.train_files", "no_data_source.parquet", "'data_source'", "data.reward_fn_key"],
     ),
     "missing ground truth": (
         "data.train_files={here}/no_reward_model.parquet",
-        ["'reward_model'", "ground truth"],
+        ["data.train_files", "no_reward_model.parquet", "'reward_model'", "ground truth"],
+    ),
+    "missing ground truth of validation": (
+        "data.val_files={here}/no_reward_model.parquet",
+        ["data.val_files", "no_reward_model.parquet", "'reward_model'", "ground truth"],
     ),
     "data source without scorer": (
         "data.train_files={here}/unknown_source.parquet",
@@ -64,6 +68,18 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "missing scorer": (
         "custom_reward_function.path={here}/absent.py",
         ["custom_reward_function", "absent.py", "does not exist"],
+    ),
+    "scorer that is no Python": (
+        "custom_reward_function.path={here}/no_python.py",
+        ["custom_reward_function", "SyntaxError: '(' was never closed", "no_python.py:2"],
+    ),
+    "scorer that cannot be imported": (
+        "custom_reward_function.path={here}/imports.py",
+        ["custom_reward_function", "ModuleNotFoundError", "'no_such_library'", "imports.py:2"],
+    ),
+    "scorer with other arguments": (
+        "custom_reward_function.path={here}/other.py",
+        ["custom_reward_function", "other.py", "compute_score(answer, truth)", "solution_str"],
     ),
     "mini-batch that does not divide": (
         "actor_rollout_ref.actor.ppo_mini_batch_size=7",
@@ -123,6 +139,9 @@ def here(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{**row, "data_source": "nobody/knows"} for row in table.to_pylist()]
     pq.write_table(pa.Table.from_pylist(rows), folder / "unknown_source.parquet")
     (folder / "garbage.parquet").write_bytes(b"no parquet")
+    (folder / "no_python.py").write_text("\ndef compute_score(\n")
+    (folder / "imports.py").write_text("\nimport no_such_library\n")
+    (folder / "other.py").write_text("def compute_score(answer, truth): return 1.0\n")
     return folder
 
 

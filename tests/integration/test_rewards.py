@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from caldera.config import load_config
 from caldera.data.importing import load_object
+from caldera.errors import RewardError
 from caldera.trainer.ppo.setup import run
 
 if TYPE_CHECKING:
@@ -30,6 +31,16 @@ def fails(data_source, solution_str, ground_truth, extra_info=None):
 
 def breaks(data_source, solution_str, ground_truth, extra_info=None):
     raise OSError("the judge is away")
+
+CALLS = []
+def leaves(data_source, solution_str, ground_truth, extra_info=None):
+    CALLS.append(solution_str)
+    if len(CALLS) > 400:  # of the first step
+        raise OSError("the judge is away")
+    return float(solution_str == ground_truth)
+
+def says_yes(data_source, solution_str, ground_truth, extra_info=None):
+    return "yes"
 
 def hangs(data_source, solution_str, ground_truth, extra_info=None):
     if extra_info["index"] == 0:
@@ -124,17 +135,44 @@ def test_failures_that_are_scored_0(train: Train, tmp_path: Path) -> None:
     assert first["reward/failed"] > 0
 
 
-def test_a_scorer_that_always_fails_stops_nothing_and_teaches_nothing(
+def test_a_scorer_that_goes_away_stops_nothing_and_teaches_nothing(
     train: Train, tmp_path: Path
 ) -> None:
     rows = train(
-        "broken", "breaks", "trainer.save_freq=1", "algorithm.adv_estimator=gae",
+        "broken", "leaves", "trainer.save_freq=1", "algorithm.adv_estimator=gae",
         "trainer.test_freq=2",
     )  # fmt: skip
-    assert [row["reward/failure_rate"] for row in rows] == [1.0, 1.0]
-    assert "actor/pg_loss" not in rows[0]
+    assert [row["reward/failure_rate"] for row in rows] == [0.0, 1.0]
+    assert "actor/pg_loss" in rows[0] and "actor/pg_loss" not in rows[1]
     ours, theirs = (weights(tmp_path / f"broken/global_step_{step}") for step in (1, 2))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+BREAKS_AT = SCORER[: SCORER.index("the judge is away")].count("\n") + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "first"),
+    [
+        ("breaks", f"the score function raised OSError: the judge is away (scorer.py:{BREAKS_AT})"),
+        ("says_yes", "the score must be a finite number, and is 'yes'"),
+    ],
+)
+@pytest.mark.parametrize("validate", [False, True])
+def test_a_scorer_that_never_works_ends_the_run(
+    train: Train, tmp_path: Path, scorer: str, function: str, first: str, validate: bool
+) -> None:
+    folder = tmp_path / "never"
+    kept = f"trainer.validation_data_dir={folder / 'dump'}"
+    with pytest.raises(RewardError) as caught:
+        train("never", function, f"trainer.val_before_train={validate}", kept)
+    rows = dumped(folder, 0 if validate else 1)
+    assert {row["reward_error"] for row in rows} == {first}
+    assert str(caught.value) == (
+        f"none of the first {len(rows)} answers could be scored, so that the run would learn "
+        f"nothing. The first: {first}\n  score function: {function} of {scorer}"
+    )
+    assert not list(folder.glob("global_step_*"))
 
 
 def test_a_scorer_that_hangs_stops_nothing(train: Train, scorer: str) -> None:

@@ -170,12 +170,15 @@ def test_a_chat_model_elsewhere(
     assert rows[0]["critic/score/max"] in (1, 2)
 
 
-def test_a_server_that_is_gone_is_no_end_of_a_run(
+def test_a_server_that_was_never_there_ends_a_run(
     lab: Lab, tmp_path: Path, reward_model: tuple[str, ...]
 ) -> None:
-    rows = lab.train(
+    arguments = lab.overrides(
         tmp_path, *reward_model, "trainer.total_training_steps=1", "reward.timeout=3",
         "reward_model.rollout.name=vllm", "reward_model.rollout.url=http://127.0.0.1:9",
         "data.train_batch_size=5", "actor_rollout_ref.rollout.n=2",
     )  # fmt: skip
-    assert rows[0]["reward/failure_rate"] == 1
+    done = lab.run(arguments)
+    assert done.returncode == 2
+    assert "caldera: error: none of the first 10 answers could be scored" in done.stderr
+    assert "the score function took longer than 3 s" in done.stderr

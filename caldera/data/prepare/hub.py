@@ -24,4 +24,4 @@ def hub_rows(source: Source) -> RowTable:
         raise DataError(f"--hub: cannot load {table.path}: {first}") from error
     # Through Arrow, because images would otherwise come decoded and could not be written again.
     rows = loaded.with_format("arrow")[:].to_pylist()
-    return RowTable(rows, [table.path], [0])
+    return RowTable(rows, [table.path], [0], [list(rows[0]) if rows else []])

@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from caldera.config import (
-    PPOTrainerConfig,
-    needs_critic,
-    needs_reference,
-)
+from caldera.config import PPOTrainerConfig, needs_critic, needs_reference
 from caldera.core_algos import (
     ADV_ESTIMATORS,
     POLICY_LOSSES,
@@ -64,6 +60,7 @@ from caldera.trainer.ppo.metrics import (
 from caldera.trainer.ppo.prompts import check_loops, stamp_rows
 from caldera.trainer.ppo.reward_servers import RewardServers
 from caldera.trainer.ppo.rewards import (
+    FirstScores,
     component_metrics,
     record_scores,
     score_answers,
@@ -124,10 +121,11 @@ class RayPPOTrainer:
             "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id,
         }
+        self.first_scores = FirstScores(config)
         self.validator = Validator(
             config, tokenizer, val_loader, val_reward_fn,
             lambda prompts: self.actor_rollout_wg.generate_sequences(prompts), self._meta,
-            self.sends_rows,
+            self.sends_rows, self.first_scores,
         )  # fmt: skip
 
     def init_workers(self) -> None:
@@ -257,6 +255,7 @@ class RayPPOTrainer:
         with marked_timer("reward", timing):
             scores, extras = self._rewards(batch)
         self._dump(batch, record_scores(batch, scores, extras, self.config))
+        self.first_scores.check(extras)
 
     def _evaluate(self, batch: DataProto, metrics: Metrics, timing: dict[str, float]) -> None:
         """Adds old_log_probs, and, where they are used, ref_log_prob and values."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from caldera.config import PPOTrainerConfig
 from caldera.data import object_array
+from caldera.errors import RewardError
 from caldera.protocol import DataProto, tensors_of
 from caldera.reward import (
     FAILED,
@@ -26,6 +27,29 @@ from caldera.trainer.ppo.agent_rows import DUMPED, facts_in
 
 Metrics = dict[str, float]
 Extras = dict[str, list[Any]]
+
+
+class FirstScores:
+    """Ends a run none of whose answers can be scored, at the first that there are.
+
+    Once a sample has been scored, failures are data, even if they are all of a batch.
+    """
+
+    def __init__(self, config: PPOTrainerConfig) -> None:
+        self._function = config.custom_reward_function
+        self._are_first = True
+
+    def check(self, extras: Mapping[str, Sequence[Any]]) -> None:
+        """Raise RewardError if these are the first answers and none has a score."""
+        states = extras.get("reward_state", [])
+        if self._are_first and len(states) and not {None, VALUE} & set(states):
+            function = self._function
+            of = f"\n  score function: {function.name} of {function.path}" if function.path else ""
+            raise RewardError(
+                f"none of the first {len(states)} answers could be scored, so that the run would "
+                f"learn nothing. The first: {extras['reward_error'][0]}{of}"
+            )
+        self._are_first = False
 
 
 def score_answers(

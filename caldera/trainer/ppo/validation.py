@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from caldera.reward import VALUE, RewardManager
 from caldera.tracking import Generation, GenerationDump, select_val_generations
 from caldera.trainer.ppo.agent_rows import DUMPED, facts_in, with_agent_columns
 from caldera.trainer.ppo.prompts import stamp_rows
-from caldera.trainer.ppo.rewards import score_answers, takes_part
+from caldera.trainer.ppo.rewards import FirstScores, score_answers, takes_part
 from caldera.trainer.ppo.validation_metrics import (
     name_validation_metrics,
     process_validation_metrics,
@@ -97,12 +97,14 @@ class Validator:
         generate: Callable[[DataProto], DataProto],
         meta: dict[str, Any],
         sends_rows: bool,
+        first_scores: FirstScores,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._loader = loader
         self._reward_fn = reward_fn
         self._sends_rows = sends_rows
+        self._first_scores = first_scores
         self._generate = generate
         self._meta = meta
         self._shown: list[Generation] = []
@@ -119,6 +121,7 @@ class Validator:
                 self._config.data.reward_fn_key,
             )  # fmt: skip
         self._keep(step, answers)
+        self._first_scores.check(answers.extras)
         variables = answers.variables()
         by_source = process_validation_metrics(answers.sources, answers.uids, variables)
         return name_validation_metrics(by_source) | answers.failures() | answers.turns()
@@ -182,5 +185,6 @@ def decode_responses(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def ground_truths(batch: DataProto) -> list[Any]:
-    """What each row's scorer compares with."""
-    return [row.get("ground_truth") for row in batch.non_tensor_batch["reward_model"]]
+    """What each row's scorer compares with; None where there is nothing to compare with."""
+    rows = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
+    return [row.get("ground_truth") if isinstance(row, Mapping) else None for row in rows]

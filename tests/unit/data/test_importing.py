@@ -71,15 +71,51 @@ def test_a_missing_package() -> None:
         load_object("pkg://no_such.module", "x", KEY)
 
 
-def test_mistakes_inside_the_module_keep_their_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+MISTAKES = {
+    "import no_such_module_either": "ModuleNotFoundError: No module named 'no_such_module_either'",
+    "def compute_score(:": "SyntaxError: invalid syntax",
+    "    x = 1": "IndentationError: unexpected indent",
+    "import json; json.loads('{')": "JSONDecodeError: Expecting property name",
+    "raise OSError": "OSError",
+    "import sys; sys.exit('no GPU')": "SystemExit: no GPU",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+@pytest.mark.parametrize("scheme", ["", "pkg://"])
+def test_mistakes_inside_the_module_are_told_with_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, scheme: str
 ) -> None:
     broken = tmp_path / "broken_module_of_mine.py"
-    broken.write_text("import no_such_module_either\n")
-    before = set(sys.modules)
-    with pytest.raises(ModuleNotFoundError, match="no_such_module_either"):
-        load_object(str(broken), "x", KEY)
+    broken.write_text(f"LIMIT = 3\n{line}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="no_such_module_either"):
-        load_object("pkg://broken_module_of_mine", "x", KEY)
+    path = f"pkg://{broken.stem}" if scheme else str(broken)
+    before = set(sys.modules)
+    with pytest.raises(ConfigError) as caught:
+        load_object(path, "x", KEY)
+    message = str(caught.value)
+    assert message.startswith(f"{KEY}: {path} cannot be imported: {MISTAKES[line]}")
+    assert message.endswith(f" ({broken}:2)")
+    assert caught.value.__cause__ is not None  # for those who want the traceback
     assert {name for name in set(sys.modules) - before if "broken" in name} == set()
+
+
+def test_a_mistake_in_what_the_module_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helper, mine = tmp_path / "helper_of_mine.py", tmp_path / "imports_a_helper.py"
+    mine.write_text("\nimport helper_of_mine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for text, said in [("1 / 0", "ZeroDivisionError: division by zero"), ("(", "SyntaxError: ")]:
+        helper.write_text(f"\n\n{text}\n")
+        with pytest.raises(ConfigError) as caught:
+            load_object(str(mine), "x", KEY)
+        assert f"{KEY}: {mine} cannot be imported: {said}" in str(caught.value)
+        assert str(caught.value).endswith(f" ({helper}:3)")
+
+
+def test_whoever_interrupts_an_import_is_heard(tmp_path: Path) -> None:
+    slow = tmp_path / "slow_module_of_mine.py"
+    slow.write_text("raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        load_object(str(slow), "x", KEY)

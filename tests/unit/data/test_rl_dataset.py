@@ -256,3 +256,21 @@ def test_extra_info_of_another_type_and_missing_tools_kwargs(
         dataset[0]
     assert dataset[1]["tools_kwargs"] == {}
     assert f"row 1 of {file}: extra_info asks for tools_kwargs" in caplog.text
+
+
+def test_a_column_that_a_file_lacks(
+    tokenizer: PreTrainedTokenizerFast, make_config: MakeConfig, write_jsonl: WriteJsonl
+) -> None:
+    files = [
+        write_jsonl([row("a", reward_model={}), row("b")], "a.jsonl"),
+        write_jsonl([], "empty.jsonl"),
+        write_jsonl([row("c")], "c.jsonl"),
+    ]
+    dataset = RLHFDataset(files, tokenizer, make_config(train_files=files))
+    dataset.require_column("data_source", "named by somebody")
+    with pytest.raises(DataError) as caught:
+        dataset.require_column("reward_model", "which holds the ground truth")
+    assert str(caught.value) == (
+        f"data.train_files: {files[2]} has no column 'reward_model', which holds the ground truth; "
+        "its columns are prompt, data_source"
+    )

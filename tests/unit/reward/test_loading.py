@@ -183,3 +183,118 @@ def test_mistakes_in_naming_a_file(tokenizer: PreTrainedTokenizerFast, managers:
     ]:
         with pytest.raises(ConfigError, match=said):
             load_reward_manager(load(*overrides), tokenizer, 0)
+
+
+FUNCTIONS = """
+import functools
+
+def fine(data_source, solution_str, ground_truth, extra_info=None): ...
+def any_keywords(**call): ...
+def with_more(data_source, solution_str, ground_truth, extra_info, raw_prompt, factor): ...
+def other_names(answer, truth): ...
+def three(data_source, solution_str, ground_truth): ...
+def by_place(data_source, solution_str, ground_truth, extra_info=None, /): ...
+def of_batches(data_sources, solution_strs, ground_truths, extra_infos): ...
+
+def adapted(function):
+    @functools.wraps(function)
+    def call(data_source, solution_str, ground_truth, extra_info=None):
+        return function(solution_str, ground_truth)
+    return call
+
+decorated = adapted(other_names)
+built_in = dict
+"""
+FACTOR = "+reward_model.reward_kwargs.factor=2"
+OWN_FACTOR = "+custom_reward_function.reward_kwargs.factor=2"
+BATCH = "reward_model.reward_manager=batch"
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    return tmp_path / "functions.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("fine", []), ("any_keywords", [FACTOR]), ("with_more", [FACTOR]), ("decorated", []),
+        ("with_more", [OWN_FACTOR]), ("built_in", [BATCH]), ("built_in", []),
+        ("of_batches", [BATCH]), ("any_keywords", [BATCH, FACTOR]),
+    ],
+)  # fmt: skip
+def test_functions_that_take_their_arguments(
+    tokenizer: PreTrainedTokenizerFast, functions: Path, name: str, more: list[str]
+) -> None:
+    where = f"custom_reward_function.path={functions}"
+    config = load(where, f"custom_reward_function.name={name}", *more)
+    load_reward_manager(config, tokenizer, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "signature", "keywords", "reason"),
+    [
+        ("other_names", [], "(answer, truth)", "", "missing a required argument: 'answer'"),
+        ("three", [], "(data_source, solution_str, ground_truth)", "", "'extra_info'"),
+        ("by_place", [], "extra_info=None, /)", "", "'data_source'"),
+        ("with_more", [], "raw_prompt, factor)", ", raw_prompt", "'factor'"),
+        ("fine", [FACTOR], "extra_info=None)", ", factor", "'factor'"),
+        ("fine", [OWN_FACTOR], "extra_info=None)", ", factor", "'factor'"),
+        ("of_batches", [], "(data_sources, ", "", "'data_sources'"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_with_its_signature(
+    tokenizer: PreTrainedTokenizerFast, functions: Path,
+    name: str, more: list[str], signature: str, keywords: str, reason: str,
+) -> None:  # fmt: skip
+    where = f"custom_reward_function.path={functions}"
+    config = load(where, f"custom_reward_function.name={name}", *more)
+    with pytest.raises(ConfigError) as caught:
+        load_reward_manager(config, tokenizer, 0)
+    told = str(caught.value)
+    assert told.startswith(f"custom_reward_function.name='{name}': {functions} has {name}(")
+    assert signature in told.partition(", which cannot be called with ")[0]
+    called = f"the keywords data_source, solution_str, ground_truth, extra_info{keywords}: "
+    assert called in told and reason in told.partition(called)[2]
+
+
+def test_a_function_of_batches_has_names_of_its_own(
+    tokenizer: PreTrainedTokenizerFast, functions: Path
+) -> None:
+    where = f"custom_reward_function.path={functions}"
+    config = load(where, "custom_reward_function.name=fine", BATCH)
+    told = r"fine\(.*\), which .* data_sources, solution_strs, ground_truths, extra_infos: "
+    with pytest.raises(ConfigError, match=told):
+        load_reward_manager(config, tokenizer, 0)
+
+
+def test_a_manager_of_ones_own_may_call_its_function_as_it_likes(
+    tokenizer: PreTrainedTokenizerFast, functions: Path, managers: Path
+) -> None:
+    config = load(
+        f"custom_reward_function.path={functions}", "custom_reward_function.name=other_names",
+        "reward_manager.source=importlib", f"reward_manager.module.path={managers}",
+        "reward_manager.module.name=Doubled",
+    )  # fmt: skip
+    load_reward_manager(config, tokenizer, 0)
+
+
+@pytest.mark.parametrize("manager_name", ["naive", "dapo", "limited", "batch"])
+def test_the_keywords_that_are_checked_are_those_of_the_calls(
+    tokenizer: PreTrainedTokenizerFast, make_data: MakeData, tmp_path: Path, manager_name: str
+) -> None:
+    (tmp_path / "calls.py").write_text(
+        "def compute_score(raw_prompt=None, **call):\n"
+        "    names = sorted(call) + ['raw_prompt'] * (raw_prompt is not None)\n"
+        "    one = {'score': 1, 'names': sorted(names)}\n"
+        "    return [one] if 'data_sources' in call else one\n"
+    )
+    config = load(
+        f"custom_reward_function.path={tmp_path / 'calls.py'}", FACTOR,
+        f"reward_model.reward_manager={manager_name}",
+    )  # fmt: skip
+    manager = load_reward_manager(config, tokenizer, 0)
+    assert isinstance(manager, NaiveRewardManager)
+    _, extra = compute_reward(make_data([("1=", "1", "1")]), manager)
+    assert extra["names"] == [sorted(manager.keywords())]

@@ -106,3 +106,20 @@ def test_scorers_by_data_source_run_in_processes_too(
     assert rewards[:, 0].tolist() == [1, 0]
     with pytest.raises(ConfigError, match="no scorer serves"):
         compute_reward(make_data([("1=", "1", "1")], data_source="nowhere"), manager)
+
+
+def test_a_file_that_only_a_process_cannot_import_is_no_end_of_the_run(
+    tokenizer: PreTrainedTokenizerFast, make_data: MakeData, tmp_path: Path
+) -> None:
+    source = tmp_path / "away.py"
+    source.write_text(
+        "import multiprocessing\n"
+        "if multiprocessing.parent_process() is not None:\n"
+        "    raise OSError('away')\n"
+        "def compute_score(**call): return 1.0\n"
+    )
+    manager = PrimeRewardManager(tokenizer, 0, CustomScore(str(source), "compute_score"))
+    manager.limits = ScoringLimits(num_workers=1)
+    _, extra = compute_reward(make_data([("1=", "7", "1")]), manager)
+    assert extra["reward_state"] == ["failed"]
+    assert extra["reward_error"][0].endswith(f"OSError: away ({source}:3)")

@@ -10,6 +10,7 @@ import torch
 
 from caldera.config import AlgorithmConfig, PPOTrainerConfig
 from caldera.core_algos import FixedKLController
+from caldera.errors import RewardError
 from caldera.protocol import DataProto, tensors_of
 from caldera.reward import OUTCOMES
 from caldera.trainer.ppo.advantage import (
@@ -22,6 +23,7 @@ from caldera.trainer.ppo.advantage import (
 )
 from caldera.trainer.ppo.metrics import compute_data_metrics
 from caldera.trainer.ppo.rewards import (
+    FirstScores,
     component_metrics,
     failure_metrics,
     record_scores,
@@ -207,6 +209,29 @@ def test_what_is_counted() -> None:
         "reward/timed_out": 1.0,
         "reward/failure_rate": 3 / 5,
     }
+
+
+NONE_SCORED = {"reward_state": ["timed_out", "failed"], "reward_error": ["too late", "x"]}
+ONE_SCORED = {"reward_state": ["failed", "value"], "reward_error": ["x", None]}
+SECOND_BATCH_SCORED = {"reward_state": ["failed", None], "reward_error": ["x", None]}
+
+
+@pytest.mark.parametrize("on_failure", ["mask", "zero"])
+def test_a_run_whose_first_answers_cannot_be_scored_ends(on_failure: str) -> None:
+    config = config_of(on_failure)
+    told = r"^none of the first 2 answers could be scored, .* The first: too late$"
+    with pytest.raises(RewardError, match=told):
+        FirstScores(config).check(NONE_SCORED)
+    config.custom_reward_function.path = "mine.py"
+    with pytest.raises(RewardError, match=r"too late\n  score function: compute_score of mine.py$"):
+        FirstScores(config).check(NONE_SCORED)
+
+
+@pytest.mark.parametrize("first", [{}, {"acc": [1.0]}, ONE_SCORED, SECOND_BATCH_SCORED])
+def test_later_answers_that_cannot_be_scored_are_data(first: dict[str, list[Any]]) -> None:
+    scores = FirstScores(config_of("mask"))
+    scores.check(first)
+    scores.check(NONE_SCORED)
 
 
 def test_a_sample_without_one_of_gdpos_rewards_has_failed() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from caldera.trainer.ppo.validation import Answers
+import torch
+
+from caldera.protocol import DataProto
+from caldera.trainer.ppo.validation import Answers, ground_truths
 from caldera.trainer.ppo.validation_metrics import (
     name_validation_metrics,
     process_validation_metrics,
@@ -41,3 +44,10 @@ def test_without_failures() -> None:
         "val-aux/b/reward_failed/count": 0.0,
     }
     assert answers.variables()["reward"] == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_rows_may_have_nothing_to_compare_with() -> None:
+    tensors = {"responses": torch.ones(2, 1)}
+    assert ground_truths(DataProto.from_dict(tensors)) == [None, None]
+    rows = {"reward_model": [{"ground_truth": "4"}, None]}
+    assert ground_truths(DataProto.from_dict(tensors, rows)) == ["4", None]
