@@ -38,13 +38,19 @@ class MicroBatches:
     def dynamic(self) -> bool:
         return bool(getattr(self.node, self.dynamic_key))
 
+    @property
+    def is_told(self) -> bool:
+        """Whether a key says how the batch is cut."""
+        sizes = (self.size, getattr(self.node, self.size_key))
+        return self.dynamic or any(size is not None for size in sizes)
+
 
 def check_batches(config: PPOTrainerConfig) -> None:
     """Prompts, samples and tokens can be cut as the config says."""
     for part in _micro_batches(config):
         _take_global_size(part, _copies(config, part.node))
     _check_mini_batches(config)
-    for part in _needed(config):
+    for part in needed_micro_batches(config):
         _check_micro_batch(part, config)
     check_devices(config)
 
@@ -67,7 +73,8 @@ def _micro_batches(config: PPOTrainerConfig) -> list[MicroBatches]:
     ]  # fmt: skip
 
 
-def _needed(config: PPOTrainerConfig) -> list[MicroBatches]:
+def needed_micro_batches(config: PPOTrainerConfig) -> list[MicroBatches]:
+    """Those of the passes that the run makes."""
     needs = {
         "critic": needs_critic(config),
         REF: needs_reference(config),

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import ClassVar, TypeVar
 
-from rich.console import RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, Task
+from rich.cells import cell_len, set_cell_size
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from caldera.tracking.console import CONSOLE, can_draw_live, format_number, print_line
 
 __all__ = ["TrainingProgress", "progress_iter"]
+
+LONGEST_BAR = 24
+SHORTEST_BAR = 8
+"""Cells; one that would be shorter says less than the room that it takes."""
+SEPARATOR = " · "
 
 T = TypeVar("T")
 
@@ -36,7 +44,7 @@ class TrainingProgress:
         self._total = total_steps
         self._done_before = done_steps  # steps of an earlier process say nothing about our speed
         self._step = done_steps
-        self._title = f"{description}: {unit}"
+        self._description, self._unit = description, unit
         self._details: list[str] = []
         self._started = time.monotonic()
         self._expected_end: float | None = None
@@ -64,9 +72,13 @@ class TrainingProgress:
     def total(self) -> int:
         return self._total
 
-    def head(self) -> str:
-        """`Training: step 3/10`."""
-        return f"{self._title} {self._step}/{self._total}"
+    def head(self, width: int | None = None) -> str:
+        """`Training: step 3/10`; in no more cells than `width`, as far as the description goes."""
+        done = f"{self._unit} {self._step}/{self._total}"
+        if width is None or width >= cell_len(f"{self._description}: {done}"):
+            return f"{self._description}: {done}"
+        room = width - cell_len(f"…: {done}")
+        return f"{set_cell_size(self._description, room)}…: {done}" if room > 0 else done
 
     def clocks(self) -> list[str]:
         """The elapsed time and the ETA, as of now."""
@@ -98,50 +110,44 @@ class _LiveBar:
     on_screen: ClassVar[bool] = False  # a second bar would need a rich that can nest them
 
     def __init__(self, progress: TrainingProgress) -> None:
-        self._progress = progress
-        self._bar = _BarOverDetails(progress)
-        self._task = self._bar.add_task("", total=progress.total, completed=progress.step)
-
-    def start(self) -> None:
-        _LiveBar.on_screen = True
-        self._bar.start()
-
-    def update(self) -> None:
-        self._bar.update(self._task, completed=self._progress.step)
-
-    def stop(self) -> None:
-        self._bar.stop()
-        _LiveBar.on_screen = False
-
-
-class _BarOverDetails(Progress):
-    """The named numbers have a line of their own, so that 80 columns show everything."""
-
-    def __init__(self, progress: TrainingProgress) -> None:
-        self._progress = progress
-        super().__init__(
-            _TextOf(progress.head),
-            BarColumn(bar_width=24),
-            _TextOf(lambda: " · ".join(progress.clocks())),
+        self._live = Live(
+            get_renderable=lambda: _drawn(progress, CONSOLE.width),
             console=CONSOLE,
             refresh_per_second=4,
         )
 
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield from super().get_renderables()
-        if details := self._progress.details():
-            yield _one_line("  " + " · ".join(details))
+    def start(self) -> None:
+        _LiveBar.on_screen = True
+        self._live.start(refresh=True)
+
+    def update(self) -> None:
+        """The next refresh shows it."""
+
+    def stop(self) -> None:
+        self._live.stop()
+        _LiveBar.on_screen = False
 
 
-class _TextOf(ProgressColumn):
-    """A column whose text is asked for at every redraw, so that the clocks in it run."""
+def _drawn(progress: TrainingProgress, width: int) -> RenderableType:
+    """Step, bar and clocks; below them the named numbers, so that 80 columns show everything."""
+    head, clocks = progress.head(), SEPARATOR.join(progress.clocks())
+    cells = width - cell_len(head) - cell_len(clocks) - 2
+    row: RenderableType = _one_line(_without_bar(progress, width))
+    if cells >= SHORTEST_BAR:
+        bar = ProgressBar(progress.total, progress.step, min(cells, LONGEST_BAR))
+        row = Table.grid(padding=(0, 1))
+        row.add_row(_one_line(head), bar, _one_line(clocks))
+    details = progress.details()
+    return Group(row, _one_line("  " + SEPARATOR.join(details))) if details else row
 
-    def __init__(self, text: Callable[[], str]) -> None:
-        super().__init__()
-        self._text = text
 
-    def render(self, task: Task) -> Text:
-        return _one_line(self._text())
+def _without_bar(progress: TrainingProgress, width: int) -> str:
+    """What narrow windows show: step and ETA stay, the elapsed time and the description give."""
+    whole = SEPARATOR.join([progress.head(), *progress.clocks()])
+    if cell_len(whole) <= width:
+        return whole
+    eta = f"{SEPARATOR}{progress.clocks()[-1]}"
+    return progress.head(width - cell_len(eta)) + eta
 
 
 def _one_line(text: str) -> Text:

@@ -82,7 +82,7 @@ def check_tracer(name: str | None) -> None:
     package = backends.PACKAGES[name]
     if find_spec(package.module) is None:
         raise ConfigError(
-            f"{KEY}={name!r} needs the package {package.module}: pip install {package.install}"
+            f"{KEY}={name!r} needs the package {package.module}: {package.install_command}"
         )
 
 

@@ -37,7 +37,7 @@ def check_loggers(names: Sequence[str]) -> None:
         if package is not None and find_spec(package.module) is None:
             raise ConfigError(
                 f"trainer.logger={name!r} needs the package {package.module}: "
-                f"pip install {package.install}"
+                f"{package.install_command}"
             )
 
 

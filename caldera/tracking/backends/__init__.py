@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from caldera.installation import install_command
 from caldera.tracking.backends import clearml, mlflow, swanlab, tensorboard, trackio, wandb
 
 __all__ = ["PACKAGES", "Package", "clearml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
-
-TRACKING_EXTRA = "'caldera[tracking]'"
 
 
 @dataclass(frozen=True)
@@ -16,16 +15,21 @@ class Package:
     """What a logger needs."""
 
     module: str
-    install: str
-    """The argument of `pip install`."""
+    """Also the name that pip knows it by."""
+    extra: str | None = None
+    """The extra of Caldera's that brings it; None: it is installed by itself."""
+
+    @property
+    def install_command(self) -> str:
+        return install_command(self.extra) if self.extra else f"pip install {self.module}"
 
 
 PACKAGES = {
-    "wandb": Package("wandb", TRACKING_EXTRA),
-    "tensorboard": Package("tensorboard", TRACKING_EXTRA),
-    "trackio": Package("trackio", TRACKING_EXTRA),
-    "mlflow": Package("mlflow", "mlflow"),
-    "swanlab": Package("swanlab", "swanlab"),
-    "clearml": Package("clearml", "clearml"),
+    "wandb": Package("wandb", "tracking"),
+    "tensorboard": Package("tensorboard", "tracking"),
+    "trackio": Package("trackio", "tracking"),
+    "mlflow": Package("mlflow"),
+    "swanlab": Package("swanlab"),
+    "clearml": Package("clearml"),
 }
 """By the logger's name."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from caldera.tracking.console import CONSOLE, print_line
+from caldera.tracking.console import print_line, print_table
 from caldera.trainer.doctor.engines import (
     ENGINES,
     check_cuda,
@@ -119,7 +119,7 @@ def show(findings: Sequence[Finding]) -> None:
     for finding in findings:
         told = Text(finding.state, style=COLOURS[finding.state])
         table.add_row(Text(finding.name), told, Text(finding.told))
-    CONSOLE.print(table)
+    print_table(table)
     for state in (State.BROKEN, State.DOUBTFUL, State.ABSENT):
         for finding in findings:
             if finding.state is state:

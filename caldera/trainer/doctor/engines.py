@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from caldera.errors import CalderaError
+from caldera.installation import checkout, install_command
 from caldera.trainer.doctor.findings import Finding, absent, broken, doubtful, ok
 from caldera.trainer.doctor.interpreters import Library, ask
 
@@ -89,7 +90,7 @@ def check_native() -> Iterator[Finding]:
         num_attention_heads=2, max_position_embeddings=32,
     )  # fmt: skip
     shape._attn_implementation = ATTENTION
-    fix = "pip install --upgrade caldera torch transformers"
+    fix = install_command() if checkout() else "pip install --upgrade torch transformers"
     try:
         with torch.random.fork_rng():
             model: nn.Module = LlamaForCausalLM(shape)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from caldera.installation import install_command
 from caldera.trainer.doctor.findings import Finding, absent, broken, ok
 from caldera.trainer.doctor.interpreters import Library
 
@@ -27,7 +28,7 @@ class Wanted:
 
     @property
     def fix(self) -> str:
-        return f"pip install --upgrade 'caldera{f'[{self.extra}]' if self.extra else ''}'"
+        return install_command(self.extra)
 
 
 WANTED = {

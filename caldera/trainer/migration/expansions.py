@@ -18,6 +18,8 @@ VALUE = re.compile(r"\$(\w+|\{\w+\}|[@*#?])")
 NAMED = re.compile(r"\$\{?[#!]?([A-Za-z_]\w*)")
 """A variable that an expansion refers to."""
 NAME = re.compile(r"[A-Za-z_]\w*")
+SPECIAL = {*'$`\\"!'}
+"""What a shell does not leave alone within double quotes."""
 
 
 def literal(text: str) -> str:
@@ -47,7 +49,9 @@ def stand_in(text: str) -> str:
 def quoted(text: str) -> str:
     """The text as a shell takes it for one word."""
     if not is_of_shell(text):
-        return shlex.quote(plain(text))
+        word = plain(text)
+        # A single quote within single quotes takes five characters, and nobody can read them.
+        return f'"{word}"' if "'" in word and not SPECIAL & {*word} else shlex.quote(word)
     # What an expansion has in quotes is read by itself, also within these ones.
     inside = (piece if expands else _escaped(piece) for piece, expands in pieces(text))
     return f'"{"".join(inside)}"'

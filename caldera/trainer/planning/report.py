@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.table import Table
 
-from caldera.tracking.console import CONSOLE, print_line
+from caldera.tracking.console import print_line, print_table
 from caldera.trainer.planning.batches import Cut
 from caldera.trainer.planning.plan import CONTEXT, FRAGMENTS, GIB, Plan
 
@@ -64,18 +65,32 @@ def _show_models(plan: Plan) -> None:
             + f", {8 * held.kept_bytes} bits each"
             + (f", sharded over {held.shards} ranks" if held.shards > 1 else "")
         )
-    print_line(f"  a checkpoint: {plan.checkpoint / GIB:.2f} GiB on disk")
+    print_line(f"  a checkpoint: {_size(plan.checkpoint)} on disk")
 
 
 def _show_memory(plan: Plan) -> None:
-    table = Table("GiB a device", *(phase.name for phase in plan.phases))
+    # Without lines between them, the columns of PPO with all its models fit into 80 cells.
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    table.add_column("on a device")
+    for phase in plan.phases:
+        table.add_column(phase.name, justify="right")
     for part in PARTS:
         sizes = [phase.parts.get(part, 0) for phase in plan.phases]
         if any(sizes):
-            table.add_row(part, *(f"{size / GIB:.2f}" for size in sizes))
+            table.add_row(part, *map(_size, sizes))
     table.add_section()
-    table.add_row("peak", *(f"{phase.peak / GIB:.2f}" for phase in plan.phases))
-    CONSOLE.print(table)
+    table.add_row("peak", *(_size(phase.peak) for phase in plan.phases))
+    print_table(table)
+
+
+def _size(count: int) -> str:
+    """Bytes in the largest unit of which they are at least a tenth."""
+    units = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}
+    for name, unit in units.items():
+        if 10 * count >= unit:
+            number = count / unit
+            return f"{number:.{0 if number >= 100 else 1 if number >= 10 else 2}f} {name}"
+    return f"{count} B" if count else "0"
 
 
 def _show_verdict(plan: Plan, device: str) -> None:

@@ -102,6 +102,25 @@ def test_a_terminal_gets_a_bar_and_log_lines_stay_whole(monkeypatch: pytest.Monk
     assert "━" in terminal.getvalue()[len(text) :]
 
 
+@pytest.mark.parametrize("width", [50, 60, 80, 120])
+def test_a_narrow_terminal_shows_step_and_eta(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("caldera.tracking.progress.time.monotonic", lambda: 0.0)
+    with TrainingProgress(2000, 0, "Supervised start, until 40% are right") as bar:
+        bar.update(1337, loss=0.25)
+    shown = terminal.getvalue().rsplit("\x1b[2K", 1)[-1]
+    line = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown).splitlines()[0]
+    assert len(line.rstrip()) <= width
+    assert line.startswith("Supervised start") and "step 1337/2000" in line
+    assert "ETA 0:00:00" in line
+    assert ("until 40% are right: " in line) is (width >= 80)
+    assert ("elapsed 0:00:00" in line) is (width == 120)
+    assert ("━" in line) is (width == 120)
+
+
 def test_clock() -> None:
     assert [_clock(s) for s in (-3.0, 59.6, 3661.0, 360000.0)] == [
         "0:00:00",

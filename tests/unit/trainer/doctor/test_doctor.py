@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from caldera.cli import main
+from caldera.installation import install_command
 from caldera.trainer.doctor import command, engines, machine, software
 from caldera.trainer.doctor.findings import Finding, State, broken, doubtful, ok
 from caldera.trainer.doctor.interpreters import Library, ask, ask_each
@@ -77,7 +78,7 @@ def test_what_becomes_of_a_library(found: Library | None, is_needed: bool, state
     finding = software.library("torch", found, wanted, is_needed)
     assert finding.state is state
     if state is not State.OK:
-        assert finding.fix == "pip install --upgrade 'caldera[extra]'"
+        assert finding.fix == install_command("extra")
 
 
 def test_versions_are_compared_by_their_numbers() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from caldera.trainer.migration.expansions import plain, quoted
+from caldera.trainer.migration.expansions import literal, plain, quoted
 from caldera.trainer.migration.script import Script
 
 RUN = 'run() { printf "%s\\0" "$@" "${HELD-}" >words; }\n'
@@ -72,6 +73,20 @@ def test_what_is_left_to_a_shell_means_the_same_there(text: str, tmp_path: Path)
     lines += [f"export {name}={quoted(value)}" for name, value in launch.environment.items()]
     lines.append(" ".join(map(quoted, launch.words)))
     assert given_to_run("\n".join(lines), tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("files=['a.parquet','b c']", "\"files=['a.parquet','b c']\""),
+        ("it's $5", "'it'\"'\"'s $5'"),
+        ("it's !1", "'it'\"'\"'s !1'"),
+        ("a b", "'a b'"),
+    ],
+)
+def test_words_are_in_the_quotes_that_are_easiest_to_read(word: str, shown: str) -> None:
+    assert quoted(literal(word)) == shown
+    assert shlex.split(shown) == [word]
 
 
 def test_the_folder_of_the_script_is_known(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from caldera.cli import main
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.trainer.main_plan import _config
 from caldera.trainer.planning.plan import GIB, Plan, device_bytes, make_plan
+from caldera.trainer.planning.report import _size
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 STEP = (
@@ -152,3 +153,46 @@ def test_megatron_is_refused(half_b: str) -> None:
 def test_an_unknown_device(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--device={name}: takes h200, .*GiB"):
         device_bytes(name)
+
+
+def test_small_sizes_have_smaller_units() -> None:
+    sizes = [0, 50, 3 * 2**10, 2**20 // 4, 64 * 2**20, GIB // 8, 24 * GIB, 140 * GIB]
+    assert [_size(size) for size in sizes] == [
+        "0", "50 B", "3.00 KiB", "0.25 MiB", "64.0 MiB", "0.12 GiB", "24.0 GiB", "140 GiB"
+    ]  # fmt: skip
+
+
+def test_a_tiny_model_has_no_column_of_zeros(
+    config_folder: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = config_folder(
+        "tiny", vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    assert main(["plan", f"actor_rollout_ref.model.path={tiny}", *STEP]) == 0
+    out = capsys.readouterr().out
+    assert "0.00" not in out
+    weights = next(line for line in out.splitlines() if line.startswith("weights"))
+    assert weights.split()[1:] == ["0.33", "MiB"] * 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "assumed"),
+    [
+        ([], [f"{ACTOR}.use_dynamic_bsz", f"{ROLLOUT}.log_prob_use_dynamic_bsz",
+              "critic.use_dynamic_bsz"]),
+        ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", "algorithm.adv_estimator=grpo"],
+         [f"{ROLLOUT}.log_prob_use_dynamic_bsz"]),
+        ([f"{ACTOR}.ppo_micro_batch_size=4", f"{ROLLOUT}.log_prob_micro_batch_size=4",
+          "algorithm.adv_estimator=grpo"], []),
+        ([f"{ACTOR}.use_dynamic_bsz=True"], []),
+    ],
+)  # fmt: skip
+def test_micro_batches_of_which_nothing_is_said_are_assumed(
+    half_b: str, capsys: pytest.CaptureFixture[str], keys: list[str], assumed: list[str]
+) -> None:
+    assert main(["plan", f"actor_rollout_ref.model.path={half_b}", *keys]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Assumed")]
+    told = "Assumed, since no size of micro-batches is given: "
+    told += " ".join(f"{key}=True" for key in assumed)
+    assert lines == ([told] if assumed else [])

@@ -1,0 +1,88 @@
+"""The command that installs an extra, for each way in which Caldera can be installed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from caldera import installation
+from caldera.installation import checkout, install_command
+
+ROOT = Path(__file__).parents[2]
+Installed = Callable[[str | None], None]
+INSTALLS = re.compile(r"(?<!cd )\binstall(?: --?[\w-]+)* '?caldera\b|'caldera\[|\"caldera\[")
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
+    """Caldera lies in site-packages; pip was given the URL, or a name."""
+    monkeypatch.setattr(installation, "SOURCES", tmp_path / "site-packages")
+    told = tmp_path / "site-packages" / "caldera-0.1.0.dist-info"
+    told.mkdir(parents=True)
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: caldera\nVersion: 0.1.0\n")
+    monkeypatch.syspath_prepend(str(told.parent))
+
+    def make(url: str | None) -> None:
+        if url is not None:
+            (told / "direct_url.json").write_text(json.dumps({"url": url, "dir_info": {}}))
+
+    return make
+
+
+def test_a_checkout_that_is_on_the_path() -> None:
+    assert checkout() == ROOT
+    assert install_command("lora") == (
+        f"cd {shlex.quote(str(ROOT))} && pip install -c constraints.txt -e '.[lora]'"
+    )
+
+
+def test_installed_from_a_checkout(installed: Installed, tmp_path: Path) -> None:
+    folder = tmp_path / "my checkout"
+    folder.mkdir()
+    installed(folder.as_uri())
+    assert install_command() == "pip install caldera"  # it is no longer there
+    (folder / "constraints.txt").write_text("")
+    assert install_command() == f"cd '{folder}' && pip install -c constraints.txt -e ."
+    assert install_command("serve").endswith(" && pip install -c constraints.txt -e '.[serve]'")
+
+
+@pytest.mark.parametrize(
+    "url", [None, "https://example.org/caldera.git", "file:///wheels/caldera-0.1.0.whl"]
+)
+def test_installed_from_elsewhere(installed: Installed, url: str | None) -> None:
+    installed(url)
+    assert checkout() is None
+    assert install_command("lora") == "pip install 'caldera[lora]'"
+
+
+def test_no_message_has_a_command_of_its_own() -> None:
+    package = ROOT / "caldera"
+    own = {
+        path.relative_to(package)
+        for path in package.rglob("*.py")
+        if INSTALLS.search(path.read_text()) and path.name != "installation.py"
+    }
+    assert not own
+
+
+def test_the_guides_install_what_is_in_the_checkout() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    assert not [page.name for page in pages if INSTALLS.search(page.read_text())]
+    assert not [page.name for page in pages if "`caldera[" in page.read_text()]
+
+
+def test_every_extra_that_is_asked_for_exists() -> None:
+    asked = re.compile(r"install_command\(['\"](\w+)['\"]\)")
+    extras = (ROOT / "pyproject.toml").read_text().partition("optional-dependencies")[2]
+    found = {
+        name
+        for path in (ROOT / "caldera").rglob("*.py")
+        for name in asked.findall(path.read_text())
+    }
+    assert {"serve", "lora", "math"} <= found
+    assert not [name for name in found if f"\n{name} = [" not in extras]
