@@ -14,7 +14,13 @@ from typing import Any
 from caldera import __version__
 from caldera.errors import nearest
 from caldera.trainer.completion import SHELLS, CommandWords, completion_script, words_of
-from caldera.trainer.entry import USER_ERROR, run_entry_point, split_overrides
+from caldera.trainer.entry import (
+    USER_ERROR,
+    leave_if_stopped,
+    run_entry_point,
+    split_overrides,
+    stopped,
+)
 
 
 @dataclass(frozen=True)
@@ -117,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in COMMANDS:
-        status: int = _named(COMMANDS[arguments[0]].main)(arguments[1:])
-        return status
+        status = _status_of(COMMANDS[arguments[0]], arguments[1:])
+        return leave_if_stopped(status) if argv is None else status
     parser = _parser()
     if not arguments:
         parser.print_help(sys.stderr)
@@ -131,11 +137,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _status_of(command: Command, arguments: list[str]) -> int:
+    try:
+        status: int = _named(command.main)(arguments)
+    except KeyboardInterrupt as stop:  # before it had begun: imports take a moment
+        return stopped(stop)
+    return status
+
+
 HELP = """\
 Reinforcement learning of language models.
 
   caldera doctor     what of this machine works
-  caldera demo       watch a small model learn, in a minute or two
+  caldera demo       watch a small model learn, in about two minutes
   caldera train ...  train your own
 """
 
@@ -179,7 +193,7 @@ def retriever(arguments: list[str]) -> int:
 
 DEMO_HELP = """\
 Train a small model on this machine and watch it learn: a tiny transformer that
-learns to add, in a minute or two on a CPU, or SmolLM2-135M, which learns to
+learns to add, in about two minutes on a CPU, or SmolLM2-135M, which learns to
 multiply.
 
   caldera demo
@@ -228,10 +242,16 @@ def report_parser() -> argparse.ArgumentParser:
 
 def report(arguments: list[str]) -> int:
     from caldera.tracking import write_report
+    from caldera.tracking.console import print_line
 
     parsed = report_parser().parse_args(arguments)
     out = parsed.output or parsed.run / "report.html"
-    return run_entry_point(lambda: write_report(parsed.run, out, f"Run {parsed.run.name}"))
+
+    def write() -> None:
+        write_report(parsed.run, out, f"Run {parsed.run.name}")
+        print_line(f"Report: {out}")
+
+    return run_entry_point(write)
 
 
 def sandbox_parser() -> argparse.ArgumentParser:

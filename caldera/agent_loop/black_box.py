@@ -19,6 +19,7 @@ from caldera.agent_loop.timeline import AGENT
 from caldera.data.importing import load_object
 from caldera.data.padding import truncate
 from caldera.errors import ConfigError, RolloutError
+from caldera.installation import install_command
 from caldera.serving import Trajectory, Turn
 from caldera.serving.recording import trajectories_of
 
@@ -76,8 +77,8 @@ class BlackBoxAgentLoop(AgentLoopBase):
         for library in ("starlette", "uvicorn"):
             if importlib.util.find_spec(library) is None:
                 raise ConfigError(
-                    f"a black-box agent needs a server, and {library} is not installed; install "
-                    "caldera[serve]"
+                    f"a black-box agent needs a server, and {library} is not installed: "
+                    f"{install_command('serve')}"
                 )
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:

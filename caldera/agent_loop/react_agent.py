@@ -11,6 +11,7 @@ from caldera.agent_loop.tool_agent import State, ToolAgentLoop
 from caldera.data.chat import Message
 from caldera.data.padding import truncate
 from caldera.errors import ConfigError
+from caldera.installation import install_command
 from caldera.tools.parsing import ParsedCalls
 from caldera.tools.running import ToolOutcome
 
@@ -45,7 +46,7 @@ class ReactAgentLoop(ToolAgentLoop):
             raise ConfigError(
                 "the agent loop react_agent (agent_name of a row, or "
                 "actor_rollout_ref.rollout.agent.default_agent_loop) needs the libraries langgraph "
-                f"and langchain-core: pip install 'caldera[langgraph]' ({error})"
+                f"and langchain-core ({error}): {install_command('langgraph')}"
             ) from error
 
     def build_graph(self, model: RolloutChatModel) -> CompiledStateGraph[Any, Any, Any, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,14 @@ from caldera.data import hf_tokenizer
 from caldera.demo import arithmetic
 from caldera.demo.smollm2 import materialise
 from caldera.demo.warm_start import warm_start
+from caldera.errors import ConfigError
+from caldera.storage.locks import LOCK, empty_locked, locked_folder
 from caldera.tracking import TrainingProgress, write_report
 from caldera.tracking.console import print_line
 from caldera.trainer.main_ppo import run_ppo
 
 SEED = 1
+TRAIN = "train.parquet"
 START_ACCURACY = 0.33
 MAX_WARM_START_STEPS = 600
 
@@ -103,7 +105,7 @@ LORA = (
 def prepare_tiny(folder: Path) -> None:
     """A tokenizer, a model with a short supervised start, and the sums."""
     train, held_out = arithmetic.sums(SEED)
-    arithmetic.write_parquet(train, "train", folder / "train.parquet")
+    arithmetic.write_parquet(train, "train", folder / TRAIN)
     arithmetic.write_parquet(held_out, "test", folder / "test.parquet")
     tokenizer = arithmetic.build_tokenizer()
     model = arithmetic.build_model(tokenizer, SEED)
@@ -148,14 +150,24 @@ DEMOS = {
 
 def run_demo(name: str, output: Path, lora: bool, overrides: Sequence[str]) -> None:
     """Prepare, train, report. Everything is written under `output`, which starts empty."""
-    demo = DEMOS[name]
+    told = f"--output={output}"
+    if output.is_dir() and not (_is_of_demo(output) or not any(output.iterdir())):
+        raise ConfigError(f"{told}: this is no folder of a demo's, and the demo would empty it")
+    with locked_folder(output, told):
+        empty_locked(output)
+        _run_in(DEMOS[name], output, lora, overrides)
+
+
+def _is_of_demo(folder: Path) -> bool:
+    return (folder / TRAIN).is_file() or (folder / LOCK).is_file()
+
+
+def _run_in(demo: Demo, output: Path, lora: bool, overrides: Sequence[str]) -> None:
     disable_progress_bar()  # of transformers, which would tear our own
     print_line(f"{demo.title}: everything is written to {output}")
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
     demo.prepare(output)
     files = (
-        f"data.train_files={output / 'train.parquet'}",
+        f"data.train_files={output / TRAIN}",
         f"data.val_files={output / 'test.parquet'}",
         f"actor_rollout_ref.model.path={output / 'start'}",
         f"trainer.default_local_dir={output / 'run'}",

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from caldera.config import ModelConfig
 from caldera.errors import ConfigError
+from caldera.installation import install_command
 from caldera.models.files import WeightFiles
 from caldera.models.fresh import Reader, initialised, parameters_on_meta, seeded
 from caldera.models.seeds import derive_seed
@@ -43,7 +44,7 @@ def peft_library(asked: str) -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ConfigError(f"{asked} needs peft: pip install 'caldera[lora]'") from error
+        raise ConfigError(f"{asked} needs peft: {install_command('lora')}") from error
     return peft
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from caldera.errors import ConfigError
+from caldera.installation import install_command
 from caldera.models.forward import base_module
 
 
@@ -23,7 +24,7 @@ def apply_liger(module: nn.Module, key: str) -> None:
         library = importlib.import_module("liger_kernel.transformers.monkey_patch")
     except ImportError as error:
         raise ConfigError(
-            f"{key}.use_liger=true needs liger-kernel: pip install liger-kernel"
+            f"{key}.use_liger=true needs liger-kernel: {install_command('liger')}"
         ) from error
     if not torch.cuda.is_available():
         raise ConfigError(f"{key}.use_liger=true needs a CUDA device, and there is none")

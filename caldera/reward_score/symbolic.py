@@ -13,6 +13,7 @@ import sys
 import threading
 
 from caldera.errors import ConfigError, RewardError
+from caldera.installation import install_command
 
 __all__ = ["CPU_SECONDS", "equal"]
 
@@ -39,7 +40,7 @@ def require_math_verify() -> None:
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
             "symbolic comparison of mathematical answers needs math-verify, which is not "
-            "installed: pip install 'caldera[math]'"
+            f"installed: {install_command('math')}"
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from caldera.errors import CalderaError, ConfigError, RolloutError, UnsupportedError
+from caldera.installation import install_command
 from caldera.rollout.base import (
     ROLLOUTS,
     Completion,
@@ -213,6 +214,7 @@ def _client(url: str, connections: int) -> ServerClient:
         from caldera.rollout.server_client import ServerClient
     except ModuleNotFoundError as error:
         raise UnsupportedError(
-            f"{URL}={url!r}: asking a server needs the package {error.name}: install caldera[serve]"
+            f"{URL}={url!r}: asking a server needs the package {error.name}: "
+            f"{install_command('serve')}"
         ) from error
     return ServerClient(url, URL, connections)

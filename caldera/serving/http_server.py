@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from caldera.errors import ConfigError, WorkerError
+from caldera.installation import install_command
 
 if TYPE_CHECKING:
     from starlette.requests import Request as StarletteRequest
@@ -121,7 +122,7 @@ def _make_server(handle: Handler) -> Any:
         from starlette.responses import Response
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"a server needs {error.name}, which is not installed; install caldera[serve]"
+            f"a server needs {error.name}, which is not installed: {install_command('serve')}"
         ) from None
 
     class Streaming(Response):

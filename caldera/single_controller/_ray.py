@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from caldera.errors import ConfigError
+from caldera.installation import install_command
 
 
 def ray_module(name: str = "ray") -> Any:
@@ -16,6 +17,6 @@ def ray_module(name: str = "ray") -> Any:
         if error.name is None or error.name.partition(".")[0] != "ray":
             raise
         raise ConfigError(
-            "trainer.worker_group='ray': Ray is not installed; install caldera[ray], "
-            "or take 'local' for a run on this machine alone"
+            "trainer.worker_group='ray': Ray is not installed; take 'local' for a run on this "
+            f"machine alone, or: {install_command('ray')}"
         ) from None

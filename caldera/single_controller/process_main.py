@@ -95,6 +95,9 @@ def run_rank(settings: RankSettings, connection: Connection) -> None:
 def _set_up(settings: RankSettings) -> Any:
     """Environment, output, threads, random numbers, and the dump of stacks on request."""
     os.setpgid(0, 0)  # so that what the worker starts can be ended with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # forgets a Ctrl-C that has come before
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(settings.environment)
     _redirect_output(settings.log)

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.util import Finalize
@@ -313,6 +314,7 @@ class ProcessWorkerGroup(WorkerGroup):
 def _launch(settings: RankSettings, group: str) -> _Rank:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    _start_fork_server()
     Path(settings.stack_file).touch()
     own, theirs = context.Pipe()
     process = context.Process(
@@ -321,6 +323,17 @@ def _launch(settings: RankSettings, group: str) -> _Rank:
     process.start()
     theirs.close()
     return _Rank(settings.rank, process, own, settings.log, Path(settings.stack_file))
+
+
+def _start_fork_server() -> None:
+    """Start it deaf to Ctrl-C, of which it would tell with a traceback while it imports. Ranks hear
+    again once they are out of reach of the terminal."""
+    resource_tracker.ensure_running()  # which would have the signal heard again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end(ranks: list[_Rank], folders: list[Path]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from caldera.errors import ConfigError
+from caldera.installation import install_command
 from caldera.tools.base import BaseTool, ToolResponse, read_options
 from caldera.tools.schemas import OpenAIFunctionToolSchema
 from caldera.tools.threads import in_thread
@@ -323,7 +324,7 @@ def _need_library() -> None:
         import mcp  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "config.type=mcp needs the library mcp: pip install 'caldera[mcp]'"
+            f"config.type=mcp needs the library mcp: {install_command('mcp')}"
         ) from error
 
 

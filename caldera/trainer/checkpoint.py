@@ -10,14 +10,15 @@ import logging
 import os
 import pickle
 import shutil
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from caldera.config import TrainerConfig
-from caldera.errors import CheckpointError, ConfigError
+from caldera.errors import CalderaError, CheckpointError, ConfigError
 from caldera.storage import is_fetched, is_url, shown_url
+from caldera.storage.disk import NO_SPACE, full_disk
 from caldera.tracking.dumps import write_text_atomic
 from caldera.trainer.checkpoint_layout import (
     ROLES,
@@ -74,12 +75,7 @@ class CheckpointFolder:
 
     def create(self) -> None:
         """Make the run's folder; a run that starts anew forgets what it could go on from."""
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"trainer.default_local_dir={str(self.root)!r}: no such folder can be made: {error}"
-            ) from error
+        self.root.mkdir(parents=True, exist_ok=True)
         starts_anew = self._config.resume_mode == "disable"
         if starts_anew:
             (self.root / TRACKER).unlink(missing_ok=True)
@@ -99,8 +95,9 @@ class CheckpointFolder:
         """Call `write` on a folder; others may go on writing into it after that has returned."""
         assert self.in_flight is None, "one save at a time"
         partial = self._emptied_partial(step)
-        partial.mkdir(parents=True)
-        write(partial)
+        with _full_disk_told(partial):
+            partial.mkdir(parents=True)
+            write(partial)
         self.in_flight = step
 
     def complete(self) -> None:
@@ -147,11 +144,12 @@ class CheckpointFolder:
         return local
 
     def loaded(self, folder: Path) -> None:
-        """Say that a checkpoint has been read.
+        """Say that a checkpoint has been read, and that the run goes on from it.
 
         One that the store lacks is uploaded from now on; the local copy of one that it has is
         deleted, where the config says so.
         """
+        logger.info("goes on from %s", folder)
         if self._remote is not None and self._config.resume_mode == "resume_path":
             # Else `auto` would go back to a later step of the branch that is left here.
             self._try_remote(self._remote.forget, f"{TRACKER} cannot be removed")
@@ -204,7 +202,7 @@ class CheckpointFolder:
         fetched.rename(self._emptied_partial(step))
         self._publish(step)
         shutil.rmtree(self.root / FETCHED)
-        logger.info("going on from %s of %s", step_folder(step), remote.shown)
+        logger.info("fetched %s of %s", step_folder(step), remote.shown)
         return self.root / step_folder(step)
 
     def _try_remote(self, work: Callable[[], T], what: str) -> T | None:
@@ -288,6 +286,20 @@ def _check_places(config: TrainerConfig) -> None:
             "trainer.del_local_ckpt_after_load=True needs trainer.default_hdfs_dir or a URL as "
             "trainer.resume_from_path: without a copy there the only checkpoint would be deleted"
         )
+
+
+@contextmanager
+def _full_disk_told(partial: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # each library that writes has its own
+        told = full_disk(error, partial.parent)
+        if told is None or NO_SPACE in str(error):
+            raise
+        if isinstance(error, CalderaError):  # it tells which rank it was
+            error.add_note(told)
+            raise
+        raise CheckpointError(f"{partial} could not be written: {told}") from error
 
 
 def _flush(folder: Path) -> None:

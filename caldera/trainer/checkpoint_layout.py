@@ -39,6 +39,13 @@ def step_of(folder: Path | str) -> int:
     return int(match[1])
 
 
+def tracked_step(root: Path) -> int | None:
+    """The newest complete step of a run's folder, if there is any."""
+    tracker = root / TRACKER
+    text = tracker.read_text().strip() if tracker.is_file() else ""
+    return int(text) if text.isdigit() else None
+
+
 def expired_roles(
     steps: Iterable[int], newest: int, config: TrainerConfig
 ) -> list[tuple[int, str]]:

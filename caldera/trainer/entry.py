@@ -4,17 +4,17 @@ can act on."""
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import os
 import pydoc
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
-
-from rich.logging import RichHandler
 
 from caldera.config import (
     SHORT_PROFILE,
@@ -24,10 +24,12 @@ from caldera.config import (
     help_text,
 )
 from caldera.errors import CalderaError
-from caldera.tracking.console import CONSOLE
+from caldera.tracking.console import LogHandler
 from caldera.trainer.environment import check_environment, log_level
 
 USER_ERROR = 2
+STOPPED = 130
+"""What a shell says of a command that Ctrl-C has ended."""
 SFT_LEVEL = "VERL_SFT_LOGGING_LEVEL"
 VERLS_FOLDER = "config"
 """Where verl has its YAML files, relative to its entry points."""
@@ -42,10 +44,12 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run_entry_point(work: Callable[[], None], tell: Callable[[str], str] = str) -> int:
-    """Run the work; a mistake of the user's becomes one message, as `tell` puts it, and exit
-    status 2."""
-    handler = RichHandler(console=CONSOLE, show_path=False, show_time=False)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    """Run the work; returns the exit status.
+
+    A mistake of the user's becomes one message, as `tell` puts it, and status 2; Ctrl-C becomes
+    one message, and status 130.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[LogHandler()])
     try:
         logging.getLogger("caldera").setLevel(log_level("VERL_LOGGING_LEVEL", "INFO"))
         if os.environ.get(SFT_LEVEL):
@@ -53,12 +57,42 @@ def run_entry_point(work: Callable[[], None], tell: Callable[[str], str] = str) 
         check_environment()
         work()
     except CalderaError as error:
-        if os.environ.get("CALDERA_TRACEBACK") == "1":
-            traceback.print_exc()
+        _show_traceback()
         told = "\n".join([str(error), *getattr(error, "__notes__", ())])  # where it came up
         sys.stderr.write(f"caldera: error: {tell(told)}\n")
         return USER_ERROR
+    except KeyboardInterrupt as stop:
+        return stopped(stop)
     return 0
+
+
+def stopped(stop: KeyboardInterrupt) -> int:
+    """Tell of Ctrl-C, in the words of the last note on it if it has any; returns the status."""
+    _show_traceback()
+    told = getattr(stop, "__notes__", ["stopped by Ctrl-C."])[-1]
+    sys.stderr.write(f"caldera: {told}\n")
+    return STOPPED
+
+
+def leave_if_stopped(status: int) -> int:
+    """The exit status of this process, which after Ctrl-C ends here.
+
+    Threads may then be in the middle of anything. Once all that is registered has been closed they
+    are left to it, and not heard: an interpreter that is taken down under them has them fail, or
+    crashes.
+    """
+    if status == STOPPED:
+        threading.excepthook = lambda failure: None
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _show_traceback() -> None:
+    if os.environ.get("CALDERA_TRACEBACK") == "1":
+        traceback.print_exc()
 
 
 @dataclass(frozen=True)
@@ -71,6 +105,8 @@ class Asked:
     help: str | None
     """None: not asked for; empty: all of it; else the key that it is about."""
     cfg: str | None
+    is_of_process: bool = False
+    """Whether it is this process's own: then the process ends with the command."""
 
     @property
     def only_tells(self) -> bool:
@@ -119,7 +155,7 @@ class ConfigCommand(Generic[C]):
         overrides += getattr(given, "key=value")
         name = given.config_name.removesuffix(".yaml")
         path = _own_or_given(given.config_path, name)
-        return Asked(overrides, name, path, given.help, given.cfg)
+        return Asked(overrides, name, path, given.help, given.cfg, argv is None)
 
     def run(
         self,
@@ -143,7 +179,8 @@ class ConfigCommand(Generic[C]):
             else:
                 work(load(*source))
 
-        return run_entry_point(show_or_work, self._in_own_words)
+        status = run_entry_point(show_or_work, self._in_own_words)
+        return leave_if_stopped(status) if asked.is_of_process else status
 
     def _in_own_words(self, message: str) -> str:
         """Samplers name their keys as training has them; elsewhere the group is at the top."""

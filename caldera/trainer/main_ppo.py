@@ -34,9 +34,17 @@ def run_ppo(config: PPOTrainerConfig) -> None:
     run(config)
 
 
+def train(config: PPOTrainerConfig) -> None:
+    """Train as the config says, and tell where everything is."""
+    from caldera.trainer.running import tell_end
+
+    run_ppo(config)
+    tell_end(config)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    return TRAIN.run(TRAIN.read(argv), load_config, run_ppo)
+    return TRAIN.run(TRAIN.read(argv), load_config, train)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,36 @@
-"""What a training run opens before its first step: its config, its bundle and its loggers."""
+"""What a training run does around its steps: its folder, its loggers, and how its end is told."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import TypeAlias
 
 from caldera.config import PPOTrainerConfig, SFTTrainerConfig
+from caldera.storage import is_url
+from caldera.storage.locks import locked_folder
 from caldera.tracking import Tracking
+from caldera.tracking.console import print_line
 from caldera.tracking.dumps import write_text_atomic
 from caldera.trainer.bundle import write_bundle
+from caldera.trainer.checkpoint_layout import step_folder, tracked_step
 from caldera.trainer.secrets import masked_dict, masked_yaml
 
+RunConfig: TypeAlias = PPOTrainerConfig | SFTTrainerConfig
+AUTO = "trainer.resume_mode=auto"
 
-def open_run(
-    config: PPOTrainerConfig | SFTTrainerConfig, run_dir: Path, step: int, last_step: int
-) -> Tracking:
+
+def locked_run(config: RunConfig) -> AbstractContextManager[None]:
+    """Meanwhile no other run writes to the run's folder; one that does already is an error."""
+    folder = config.trainer.default_local_dir
+    if is_url(folder):  # which is refused later on
+        return nullcontext()
+    return locked_folder(_folder(config), f"trainer.default_local_dir={folder!r}")
+
+
+def open_run(config: RunConfig, run_dir: Path, step: int, last_step: int) -> Tracking:
     """The loggers of a run that is at this step; its folder says how to repeat it.
 
     A run that has come to its end already adds nothing to the folder.
@@ -27,3 +44,36 @@ def open_run(
         trainer.project_name, trainer.experiment_name, trainer.logger, masked_dict(config),
         run_dir, step,
     )  # fmt: skip
+
+
+@contextmanager
+def stop_told(config: RunConfig, at_step: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """Have Ctrl-C say how far the run has come, as far as that is known here, and from where it
+    goes on."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        step, saved, folder = at_step(), tracked_step(_folder(config)), _folder(config)
+        told = f"stopped by Ctrl-C at step {step}." if step else "stopped by Ctrl-C."
+        if saved is not None:
+            how = "the same command" if config.trainer.resume_mode == "auto" else AUTO
+            told += f" The checkpoint of step {saved} is in {folder}: {how} goes on from there."
+        elif step:
+            told += f" There is no checkpoint in {folder} yet: the same command begins anew."
+        stop.add_note(told)
+        raise
+
+
+def tell_end(config: RunConfig) -> None:
+    """Print where everything is."""
+    folder = _folder(config)
+    saved = tracked_step(folder)
+    print_line(f"Run:        {folder}")
+    if saved is not None:
+        print_line(f"Checkpoint: {folder / step_folder(saved)}")
+    if (folder / "metrics.jsonl").is_file():
+        print_line(f"Its page:   caldera report {shlex.quote(str(folder))}")
+
+
+def _folder(config: RunConfig) -> Path:
+    return Path(config.trainer.default_local_dir).expanduser()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import threading
 import time
@@ -180,7 +181,7 @@ def test_two_runs_do_not_write_one_file(lab: Any, tmp_path: Path) -> None:
 def test_a_folder_that_went_away_with_its_lock_is_made_again(tmp_path: Path) -> None:
     parts = Parts(tmp_path / "out.parquet", ROWS, 4)
     with parts.locked():
-        parts.folder.rmdir()
+        shutil.rmtree(parts.folder)
         with parts.locked():  # of another folder, under the same name
             assert parts.folder.is_dir()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from caldera.config import FSDPConfig
 from caldera.engine import ENGINES, EngineOptions
 from caldera.errors import ConfigError
+from caldera.installation import install_command
 from caldera.models.fresh import WeightSource
 
 
@@ -26,7 +28,7 @@ def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", without_megatron)
     module = nn.Linear(2, 2)
     source, options = WeightSource(module, {}), EngineOptions(FSDPConfig())
-    with pytest.raises(ConfigError, match=r"pip install 'caldera\[megatron\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("megatron"))):
         ENGINES["megatron"](module, source, torch.device("cpu"), options)
 
 

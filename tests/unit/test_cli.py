@@ -15,6 +15,13 @@ def test_without_a_command_it_shows_them(capsys: pytest.CaptureFixture[str]) -> 
     assert "caldera demo" in shown
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]])
+def test_how_long_the_demo_takes(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(arguments)
+    assert "in about two minutes" in capsys.readouterr().out
+
+
 def test_a_command_that_is_misspelt(capsys: pytest.CaptureFixture[str]) -> None:
     for given, told in (("trian", "did you mean train?"), ("xyz", "`caldera --help` lists them")):
         with pytest.raises(SystemExit, match="2"):

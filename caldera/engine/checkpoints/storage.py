@@ -11,7 +11,7 @@ A tensor may be split in any way when it is written, and in any other way when i
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from caldera.engine.checkpoints.parts import OptimizerState
 from caldera.errors import CheckpointError
+from caldera.storage.disk import full_disk
 
 MODEL = "model."
 STATE = "optimizer.state."
@@ -63,7 +64,7 @@ def flat_optimizer(state: OptimizerState) -> dict[str, Any]:
 def write(state: dict[str, Any], writer: FileSystemWriter, group: dist.ProcessGroup | None) -> None:
     """Write all ranks' tensors; what several ranks hold alike is written once."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _failures_told(writer.path, "could not be written"):
+    with _failures_told(Path(writer.path), "could not be written", _why_not_written):
         if has_peers():
             state_dict_saver.save(
                 state, storage_writer=writer, planner=planner, process_group=group
@@ -119,8 +120,19 @@ def stored_under(prefix: str, metadata: Metadata) -> dict[str, TensorStorageMeta
     }
 
 
+def _sentence(error: BaseException, folder: Path) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _why_not_written(error: BaseException, folder: Path) -> str:
+    return full_disk(error, folder) or _sentence(error, folder)
+
+
 @contextmanager
-def _failures_told(folder: object, what: str) -> Iterator[None]:
+def _failures_told(
+    folder: Path, what: str, tell: Callable[[BaseException, Path], str] = _sentence
+) -> Iterator[None]:
     try:
         yield
     except CheckpointError:
@@ -129,11 +141,6 @@ def _failures_told(folder: object, what: str) -> Iterator[None]:
         rank, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
         if isinstance(first, CheckpointError):
             raise first from error
-        raise CheckpointError(f"{folder} {what} by rank {rank}: {_sentence(first)}") from error
+        raise CheckpointError(f"{folder} {what} by rank {rank}: {tell(first, folder)}") from error
     except DAMAGE as error:
-        raise CheckpointError(f"{folder} {what}: {_sentence(error)}") from error
-
-
-def _sentence(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        raise CheckpointError(f"{folder} {what}: {tell(error, folder)}") from error

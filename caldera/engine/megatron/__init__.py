@@ -13,6 +13,7 @@ from torch import nn
 
 from caldera.engine.base import ENGINES, Engine, EngineOptions
 from caldera.errors import ConfigError
+from caldera.installation import install_command
 from caldera.models.fresh import WeightSource
 
 
@@ -23,7 +24,7 @@ def build_megatron(
     assert source is not None, "a sharded engine is given a module without weights"
     has_megatron = importlib.util.find_spec("megatron") is not None  # others share the name
     if not (has_megatron and importlib.util.find_spec("megatron.core")):
-        raise ConfigError("strategy=megatron needs megatron-core: pip install 'caldera[megatron]'")
+        raise ConfigError(f"strategy=megatron needs megatron-core: {install_command('megatron')}")
     # Megatron calls functions of torch by names that these are about to lose.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.")
     with warnings.catch_warnings():

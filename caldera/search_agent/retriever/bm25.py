@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from caldera.errors import ConfigError, DataError
+from caldera.installation import install_command
 from caldera.search_agent.retriever.ranking import Ranking, best
 
 __all__ = ["BM25Searcher", "write_bm25"]
@@ -59,8 +60,8 @@ def _bm25s() -> Any:
         import bm25s
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"searching by words needs {error.name}, which is not installed; "
-            "install caldera[retriever]"
+            f"searching by words needs {error.name}, which is not installed: "
+            f"{install_command('retriever')}"
         ) from None
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
     return bm25s

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pyarrow.parquet
 from caldera.config.fields import shown, walk
 from caldera.config.offline import GenerationConfig
 from caldera.errors import ConfigError, DataError
+from caldera.storage.locks import locked_folder, remove_locked
 from caldera.tracking.dumps import write_text_atomic
 from caldera.trainer.generation.questions import RESPONSES, Questions
 from caldera.trainer.secrets import masked_values
@@ -48,32 +47,9 @@ class Parts:
             range(start, min(start + batch_size, rows)) for start in range(0, rows, batch_size)
         ]
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Meanwhile no other run writes this output; one that does already is an error."""
-        held = self._lock()
-        try:
-            yield
-        finally:
-            os.close(held)
-
-    def _lock(self) -> int:
-        """A lock on the folder itself, which ends with this process however that ends."""
-        while True:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            held = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(held)
-                raise ConfigError(
-                    f"data.output_path={str(self.output)!r}: another run is writing it; wait for "
-                    "that one to end, or take another file"
-                ) from None
-            # Whoever had the lock may have removed the folder before it let go.
-            if self.folder.is_dir() and os.path.samestat(os.fstat(held), self.folder.stat()):
-                return held
-            os.close(held)
+        return locked_folder(self.folder, f"data.output_path={str(self.output)!r}")
 
     def open(self, manifest: dict[str, Any]) -> None:
         """Begin, or go on with what an earlier run of the same manifest has left."""
@@ -100,7 +76,7 @@ class Parts:
         parts = [pyarrow.parquet.read_table(self._file(batch)) for batch in self.batches]
         answers = pyarrow.concat_tables(parts).column(RESPONSES)
         _write_table(table.append_column(ANSWERS.field(RESPONSES), answers), self.output)
-        shutil.rmtree(self.folder)
+        remove_locked(self.folder)
 
     def _file(self, batch: range) -> Path:
         return self.folder / f"rows-{batch.start:09d}-{batch.stop:09d}.parquet"

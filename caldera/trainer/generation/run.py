@@ -13,6 +13,7 @@ from caldera.config import uses_ray
 from caldera.config.generation_checks import resolve_generation
 from caldera.config.offline import GenerationConfig
 from caldera.errors import UnsupportedError
+from caldera.installation import install_command
 from caldera.tracking import TrainingProgress
 from caldera.trainer.bundle import write_bundle
 from caldera.trainer.generation.parts import Parts, manifest_of
@@ -105,7 +106,7 @@ def _answers(
         except ModuleNotFoundError as error:
             raise UnsupportedError(
                 f"rollout.url={config.rollout.url!r}: asking a server needs the package "
-                f"{error.name}: install caldera[serve]"
+                f"{error.name}: {install_command('serve')}"
             ) from error
         return ServerAnswers(config, questions)
     from caldera.trainer.generation.sampling import Samplers

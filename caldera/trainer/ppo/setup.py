@@ -27,15 +27,18 @@ from caldera.data import (
     hf_tokenizer,
 )
 from caldera.errors import ConfigError, WorkerError
+from caldera.installation import install_command
 from caldera.models.loading import import_external, is_language_model
 from caldera.reward import StreamingScorer, load_reward_manager, streams
 from caldera.single_controller import ClassWithInitArgs, ResourcePoolManager, Role
 from caldera.tracking import check_loggers
 from caldera.trainer.ppo.agents import data_with_tools, make_agents
+from caldera.trainer.ppo.columns import check_columns
 from caldera.trainer.ppo.groups import make_groups_for
 from caldera.trainer.ppo.ray_trainer import MakeGroups, RayPPOTrainer, total_training_steps
 from caldera.trainer.ppo.reward_servers import RewardServers
 from caldera.trainer.ppo.tracing import make_tracer
+from caldera.trainer.running import locked_run, stop_told
 from caldera.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from caldera.workers.agents import MakeAgents
 from caldera.workers.scoring import MakeScorer
@@ -58,7 +61,8 @@ def run(config: PPOTrainerConfig) -> None:
     if uses_ray(config):
         from caldera.trainer.ray_runner import run_on_ray
 
-        run_on_ray(config, settle, build_and_fit)
+        with stop_told(config):
+            run_on_ray(config, settle, build_and_fit)
     else:
         settle(config, torch.cuda.device_count())
         check_installed(config)
@@ -77,7 +81,7 @@ def check_installed(config: PPOTrainerConfig) -> None:
     users = [role.name for role in roles(config).values() if role.is_megatron and role.is_needed]
     if users and not has_megatron():
         raise ConfigError(
-            f"{users[0]}.strategy='megatron' needs megatron-core: pip install 'caldera[megatron]'"
+            f"{users[0]}.strategy='megatron' needs megatron-core: {install_command('megatron')}"
         )
 
 
@@ -99,22 +103,25 @@ class TaskRunner:
 
     def run(self, config: PPOTrainerConfig) -> None:
         """Train; where workers die, go on from the last checkpoint as often as the config says."""
-        for restarts_left in range(config.trainer.max_restarts, -1, -1):
-            try:
-                self._run_once(config)
-                return
-            except WorkerError as error:
-                if restarts_left == 0:
-                    raise
-                logger.error("%s", error)
-                logger.warning("restarting from the last checkpoint; %d left", restarts_left - 1)
+        with locked_run(config):
+            for restarts_left in range(config.trainer.max_restarts, -1, -1):
+                try:
+                    self._run_once(config)
+                    return
+                except WorkerError as error:
+                    if restarts_left == 0:
+                        raise
+                    left = restarts_left - 1
+                    logger.error("%s", error)
+                    logger.warning("restarting from the last checkpoint; %d left", left)
 
     def _run_once(self, config: PPOTrainerConfig) -> None:
         trainer = self.build(config)
         try:
-            trainer.init_workers()
-            trainer.fit()
-            trainer.actor_rollout_wg.finish_traces()
+            with stop_told(config, lambda: trainer.global_steps):
+                trainer.init_workers()
+                trainer.fit()
+                trainer.actor_rollout_wg.finish_traces()
         finally:
             if trainer.checkpoints.has_saved:  # else a restart begins where this run began
                 config.trainer.resume_mode = "auto"
@@ -153,6 +160,7 @@ class TaskRunner:
         config.critic.optim.total_training_steps = total
         servers = RewardServers(config)
         reward_fn = load_reward_manager(servers.config, tokenizer, num_examine=0)
+        check_columns(config, reward_fn, train_set, val_set, agents_may_score=agents is not None)
         # Whatever samples answers, for training or validation, scores them alike.
         streamed = streams(config, reward_fn)
         make_scorer = partial(StreamingScorer, servers.config, tokenizer) if streamed else None

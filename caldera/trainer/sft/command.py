@@ -35,10 +35,12 @@ class SupervisedCommand(ConfigCommand[SFTTrainerConfig]):
         return load_supervised_config(given, config_name, config_path, self.schema)
 
     def _train(self, config: SFTTrainerConfig) -> None:
+        from caldera.trainer.running import tell_end
         from caldera.trainer.sft.setup import run  # torch and transformers take seconds to import
 
         module, _, name = self.objective.partition(":")
         run(config, getattr(importlib.import_module(module), name))
+        tell_end(config)
 
 
 def _is_served_by_another() -> bool:

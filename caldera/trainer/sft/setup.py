@@ -17,6 +17,7 @@ from caldera.config import SFTTrainerConfig, resolve_supervised, uses_ray
 from caldera.config.strategies import MEGATRON
 from caldera.data import Batch, FixedLoader, StatefulLoader, hf_tokenizer
 from caldera.errors import ConfigError, DataError
+from caldera.installation import install_command
 from caldera.models.loading import import_external
 from caldera.single_controller import ClassWithInitArgs, ResourcePool, WorkerGroup
 from caldera.single_controller.torchrun import (
@@ -29,6 +30,7 @@ from caldera.single_controller.torchrun import (
 from caldera.tracking import check_loggers
 from caldera.trainer.ppo.groups import local_groups
 from caldera.trainer.ppo.setup import has_megatron, seed_everything
+from caldera.trainer.running import locked_run, stop_told
 from caldera.trainer.sft.trainer import MakeGroups, SupervisedTrainer, total_training_steps
 from caldera.trainer.sft.validation import LossValidator
 from caldera.workers import SupervisedWorker
@@ -47,7 +49,8 @@ def run(config: SFTTrainerConfig, objective: Objective) -> None:
     elif uses_ray(config):
         from caldera.trainer.ray_runner import run_on_ray
 
-        run_on_ray(config, _settle, work)
+        with stop_told(config):
+            run_on_ray(config, _settle, work)
     else:
         _settle(config, torch.cuda.device_count())
         _check_installed(config)
@@ -62,12 +65,14 @@ def serve_torchrun() -> None:
 
 def build_and_fit(objective: Objective, config: SFTTrainerConfig, make_groups: MakeGroups) -> None:
     """Train in a worker group that is made so."""
-    trainer = build(config, objective, make_groups)
-    try:
-        trainer.init_workers()
-        trainer.fit()
-    finally:
-        trainer.shutdown()
+    with locked_run(config):
+        trainer = build(config, objective, make_groups)
+        try:
+            with stop_told(config, lambda: trainer.global_steps):
+                trainer.init_workers()
+                trainer.fit()
+        finally:
+            trainer.shutdown()
 
 
 def build(
@@ -105,7 +110,7 @@ def _check_installed(config: SFTTrainerConfig) -> None:
     """What the workers of this machine are going to import is there."""
     if config.model.strategy == MEGATRON and not has_megatron():
         raise ConfigError(
-            "model.strategy='megatron' needs megatron-core: pip install 'caldera[megatron]'"
+            f"model.strategy='megatron' needs megatron-core: {install_command('megatron')}"
         )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from transformers import PreTrainedModel
 from transformers.optimization import Adafactor
 
@@ -251,6 +253,20 @@ def test_a_folder_that_cannot_be_written_to(tiny_model: Build, tmp_path: Path) -
     pending = save_distributed(root, None, tmp_path, BOTH, asynchronous=True)
     with pytest.raises(CheckpointError, match="dist_ckpt could not be written: FileExistsError"):
         pending.wait()
+
+
+def test_a_full_disk(tiny_model: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tells what torch has no words for."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3_000_000))
+    root, place = Root(tiny_model()), tmp_path / "dist_ckpt"
+    expected = f"{place} could not be written: no space left on the disk of {place} (3 MB free)"
+    with pytest.raises(CheckpointError, match=re.escape(expected)):
+        save_distributed(root, None, tmp_path, BOTH)
 
 
 def test_a_failed_write_is_told_to_whoever_waits() -> None:

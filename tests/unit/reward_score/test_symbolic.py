@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from caldera.errors import ConfigError, RewardError
+from caldera.installation import install_command
 from caldera.reward_score import default_compute_score, geo3k, prime_math, symbolic
 
 needs_math_verify = pytest.mark.skipif(
@@ -101,7 +103,7 @@ def test_without_math_verify_the_error_names_the_extra(
 ) -> None:
     symbolic.require_math_verify.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'caldera\[math\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("math"))):
         scorer.compute_score("no box at all", "1")
 
 

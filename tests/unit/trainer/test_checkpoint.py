@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from caldera.config import TrainerConfig
-from caldera.errors import CheckpointError
+from caldera.errors import CheckpointError, WorkerError
 from caldera.trainer.checkpoint import TRACKER, CheckpointFolder, step_of
 
 
@@ -73,6 +76,21 @@ def test_a_failing_write_leaves_no_checkpoint(make: Make) -> None:
         checkpoints.save(1, fail)
     assert not (checkpoints.root / "global_step_1").exists()
     assert checkpoints.to_resume() is None
+
+
+def test_a_full_disk(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = make()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3_000_000))
+    told = f"no space left on the disk of {checkpoints.root} (3 MB free)"
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        checkpoints.save(1, fail)
+
+    def fail_in_rank(folder: Path) -> None:
+        raise WorkerError("rank 1 of 2 failed")
+
+    with pytest.raises(WorkerError) as raised:
+        checkpoints.save(1, fail_in_rank)
+    assert raised.value.__notes__ == [told]
 
 
 def test_a_failing_write_leaves_the_last_checkpoint(make: Make) -> None:

@@ -9,7 +9,7 @@ from caldera.config import PPOTrainerConfig
 from caldera.config.offline import GenerationConfig
 from caldera.config.serve import ServeConfig
 from caldera.errors import RolloutError
-from caldera.trainer.entry import USER_ERROR, Asked, ConfigCommand, run_entry_point
+from caldera.trainer.entry import STOPPED, USER_ERROR, Asked, ConfigCommand, run_entry_point
 
 
 def test_variables_without_effect_are_refused(
@@ -25,6 +25,24 @@ def test_variables_without_effect_are_refused(
     assert "VERL_SEED='3' is not supported: actor_rollout_ref.rollout.seed" in (
         capsys.readouterr().err
     )
+
+
+def test_ctrl_c_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(*notes: str) -> None:
+        stop = KeyboardInterrupt()
+        for note in notes:
+            stop.add_note(note)
+        raise stop
+
+    assert run_entry_point(work) == STOPPED == 130
+    assert capsys.readouterr().err == "caldera: stopped by Ctrl-C.\n"
+    assert run_entry_point(lambda: work("stopped by Ctrl-C at step 3.")) == STOPPED
+    assert capsys.readouterr().err == "caldera: stopped by Ctrl-C at step 3.\n"
+    monkeypatch.setenv("CALDERA_TRACEBACK", "1")
+    assert run_entry_point(work) == STOPPED
+    assert capsys.readouterr().err.startswith("Traceback (most recent call last):")
 
 
 @pytest.mark.parametrize(("schema", "key"), [

@@ -157,5 +157,5 @@ def test_an_address_of_another_machine() -> None:
 
 def test_without_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(ConfigError, match=r"needs uvicorn, .*install caldera\[serve\]$"):
+    with pytest.raises(ConfigError, match=r"needs uvicorn, .*install .*\[serve\]'$"):
         Router("127.0.0.1")
