@@ -80,6 +80,9 @@ def measure(
         rollout.generate(requests)
         rounds.append(time.perf_counter() - start)
     taken = memory(rollout, before)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.0001)  # a sampler that has seen these weights would have less to do
     state = [(key, each.clone()) for key, each in module.state_dict().items()]
     start = time.perf_counter()
     if isinstance(rollout, EngineRollout):

@@ -169,19 +169,24 @@ class NaiveRewardManager:
         return ThreadScoring(self.compute_score, limits.timeout, limits.num_workers or 1)
 
     def _arguments(self, data: DataProto, sample: Sample) -> Mapping[str, Any]:
-        prompt = {"raw_prompt": lambda: self._messages(data, sample.row)}
+        prompt = {"raw_prompt": self._messages(data, sample.row)} if self._takes_prompt else {}
         return {
             "data_source": sample.data_source,
             "solution_str": sample.response,
             "ground_truth": sample.ground_truth,
             "extra_info": sample.extra_info,
-            **named_arguments(self.compute_score, prompt),
+            **prompt,
             **self.reward_kwargs,
         }
 
+    @functools.cached_property
+    def _takes_prompt(self) -> bool:
+        """Whether the score function asks for the messages of the prompt."""
+        return bool(named_arguments(self.compute_score, {"raw_prompt": lambda: None}))
+
     def keywords(self) -> list[str]:
         """The names of the arguments that the score function is called with."""
-        prompt = named_arguments(self.compute_score, {"raw_prompt": lambda: None})
+        prompt = ["raw_prompt"] if self._takes_prompt else []
         return ["data_source", "solution_str", "ground_truth", "extra_info", *prompt,
                 *self.reward_kwargs]  # fmt: skip
 

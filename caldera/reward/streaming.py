@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, Self
 
@@ -131,17 +132,41 @@ class StreamedScoring:
 
     def _submit_all(self) -> dict[int, Pending]:
         pending: dict[int, Pending] = {}
-        while (finished := self._finished.get()) is not None:
-            place, completion = finished
-            pending[place] = self._manager.submit(self._row(place, completion), 0)
+        while finished := self._take():
+            for places, rows in self._batches(finished):
+                for row, place in enumerate(places):
+                    pending[place] = self._manager.submit(rows, row)
         return pending
 
-    def _row(self, place: int, completion: Completion) -> DataProto:
-        """The batch of one row that the controller would have."""
-        prompt = self._prompts[place : place + 1]
-        row = completions_to_batch(
-            prompt, [completion], self._response_length, prompt.meta_info["pad_token_id"], False
-        )
-        columns: dict[str, Any] = prompt.non_tensor_batch[ROWS][0] | completion.columns
-        row.non_tensor_batch |= {key: object_array([value]) for key, value in columns.items()}
-        return row
+    def _take(self) -> list[tuple[int, Completion]]:
+        """The next responses, all that there are by then; none if no more are expected."""
+        taken: list[tuple[int, Completion]] = []
+        while not taken or not self._finished.empty():
+            one = self._finished.get()
+            if one is None:
+                self._finished.put(None)  # to be found again, behind what was taken
+                break
+            taken.append(one)
+        return taken
+
+    def _batches(
+        self, finished: Sequence[tuple[int, Completion]]
+    ) -> Iterator[tuple[list[int], DataProto]]:
+        """Places, and the batch of them that the controller would have. Rows with other columns
+        than others are in a batch of their own."""
+        told = self._prompts.non_tensor_batch[ROWS]
+        alike: dict[tuple[str, ...], list[tuple[int, Completion, dict[str, Any]]]] = {}
+        for place, completion in finished:
+            columns = told[place] | completion.columns
+            alike.setdefault(tuple(columns), []).append((place, completion, columns))
+        for names, members in alike.items():
+            places = [place for place, _, _ in members]
+            prompts = self._prompts[places]
+            rows = completions_to_batch(
+                prompts, [completion for _, completion, _ in members], self._response_length,
+                prompts.meta_info["pad_token_id"], False,
+            )  # fmt: skip
+            rows.non_tensor_batch |= {
+                name: object_array([columns[name] for _, _, columns in members]) for name in names
+            }
+            yield places, rows
