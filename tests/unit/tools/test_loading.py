@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
 
 from caldera.errors import ConfigError
+from caldera.installation import install_command
 from caldera.tools.calculator import CalculatorTool
 from caldera.tools.gsm8k import Gsm8kTool
 from caldera.tools.loading import load_tools
@@ -129,7 +131,7 @@ def test_mcp_tools_need_their_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
     servers = {"mcp_servers_config_path": "servers.json"}
     entry = {"class_name": "MCPTool", "config": {"type": "mcp"}, "mcp": servers}
-    with pytest.raises(ConfigError, match=r"caldera\[mcp\]"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("mcp"))):
         load_tools(written(tmp_path, entry))
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from rich.table import Table
 
-from caldera.tracking.console import LogHandler, print_table
+from caldera.tracking.console import CONSOLE, LogHandler, print_table
 
 LONG = "chosen for this machine: " + ", ".join(f"some.group.of.keys.number_{k}=1" for k in range(9))
 
@@ -39,6 +39,7 @@ def test_a_log_has_one_line_a_message(
 def test_a_terminal_wraps_them(log: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(CONSOLE, "_width", 60)
     log.info("%s", LONG)
     assert len(terminal.getvalue().splitlines()) > 5
 

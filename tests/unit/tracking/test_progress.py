@@ -8,6 +8,7 @@ from itertools import count
 import pytest
 
 from caldera.tracking import Tracking, TrainingProgress, progress_iter
+from caldera.tracking.console import CONSOLE
 from caldera.tracking.progress import _clock
 
 
@@ -107,7 +108,7 @@ def test_a_narrow_terminal_shows_step_and_eta(width: int, monkeypatch: pytest.Mo
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(CONSOLE, "_width", width)  # which COLUMNS would set when it is made
     monkeypatch.setattr("caldera.tracking.progress.time.monotonic", lambda: 0.0)
     with TrainingProgress(2000, 0, "Supervised start, until 40% are right") as bar:
         bar.update(1337, loss=0.25)

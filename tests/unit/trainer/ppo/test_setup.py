@@ -18,7 +18,7 @@ def test_a_missing_megatron_is_told_before_processes_start(
     config.critic.strategy = "megatron"
     setup.check_installed(config)  # there is no critic
     config.actor_rollout_ref.actor.strategy = "megatron"
-    told = r"^actor_rollout_ref\.actor\.strategy='megatron' needs .*'caldera\[megatron\]'$"
+    told = r"^actor_rollout_ref\.actor\.strategy='megatron' needs .*'\.\[megatron\]'$"
     with pytest.raises(ConfigError, match=told):
         setup.check_installed(config)
     monkeypatch.setattr(setup, "find_spec", lambda name: object())
