@@ -21,9 +21,8 @@ from pathlib import Path
 from caldera.storage.locks import locked_folder
 
 with locked_folder(Path(sys.argv[1]), "key"):
-    child = os.fork()
-    if child:
-        print(child, flush=True)
+    if os.fork() == 0:  # which has let go of the lock by now
+        print(os.getpid(), flush=True)
     time.sleep(600)
 """
 
