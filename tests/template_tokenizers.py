@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 TEMPLATES = Path(__file__).parent / "data" / "chat_templates"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+# As the tokenizers of these models do, newlines that follow each other become one token.
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 REWRITING = (  # as some do, the last question gets a note, which moves when another one comes
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last %}NOTE {% endif %}"

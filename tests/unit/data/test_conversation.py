@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from template_tokenizers import real
 
 from caldera.data.conversation import ConversationMismatch, ConversationTokenizer, TokenRow
 
-TEMPLATES = Path(__file__).parents[2] / "data" / "chat_templates"
 QWEN2, QWEN3, SMOLLM2 = "qwen2.5", "qwen3", "smollm2"
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# As the tokenizers of all three do, newlines that follow each other become one token.
-WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 SMOL_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-
-
-@cache
-def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """A small tokenizer of the same kind, with the real chat template."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
-    )
-    backend.train_from_iterator(["user\n\n\nassistant\n\nsystem\n\n <think>\n\n"] * 9, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        chat_template=(TEMPLATES / f"{name}.jinja").read_text(),
-    )  # fmt: skip
 
 
 def message(role: str, content: str, **more: Any) -> dict[str, Any]:
@@ -56,14 +27,14 @@ def marked(name: str, row: TokenRow) -> str:
         if not parts or parts[-1][0] != trained:
             parts.append((trained, []))
         parts[-1][1].append(token)
-    decode = tokenizer_of(name).backend_tokenizer.decode
+    decode = real(name).backend_tokenizer.decode
     texts = [(trained, decode(ids, skip_special_tokens=False)) for trained, ids in parts]
     return "".join(f"[{text}]" if trained else text for trained, text in texts)
 
 
 def whole(name: str, *messages: dict[str, Any], **template_kwargs: Any) -> str:
     """What is trained; the text must be that of the template, and so must its tokens."""
-    tokenizer = tokenizer_of(name)
+    tokenizer = real(name)
     row = ConversationTokenizer(tokenizer, template_kwargs).whole([*messages])
     text = tokenizer.apply_chat_template([*messages], tokenize=False, **template_kwargs)
     assert row.ids == tokenizer.encode(text, add_special_tokens=False)
@@ -176,7 +147,7 @@ class TestMismatch:
             message("user", "Hi"), message("assistant", "\nHello"), message("user", "So"),
             message("assistant", "Yes"),
         ]  # fmt: skip
-        row = ConversationTokenizer(tokenizer_of(QWEN2), {}).one_by_one(messages)
+        row = ConversationTokenizer(real(QWEN2), {}).one_by_one(messages)
         assert marked(QWEN2, row) == (
             turn("system", QWEN_SYSTEM) + turn("user", "Hi") + said("\nHello")
             + turn("user", "So") + said("Yes")
@@ -184,14 +155,14 @@ class TestMismatch:
 
     def test_one_by_one_of_qwen3_lacks_what_the_whole_adds(self) -> None:
         messages = [message("user", "1+1"), message("assistant", "2")]
-        row = ConversationTokenizer(tokenizer_of(QWEN3), {}).one_by_one(messages)
+        row = ConversationTokenizer(real(QWEN3), {}).one_by_one(messages)
         assert marked(QWEN3, row) == turn("user", "1+1") + said("2")
 
     def test_one_by_one_without_thinking(self) -> None:
         """A lone message has a header that is not the generation prompt."""
         messages = [message("user", "1+1"), message("assistant", "2")]
         kwargs = {"enable_thinking": False}
-        row = ConversationTokenizer(tokenizer_of(QWEN3), kwargs).one_by_one(messages)
+        row = ConversationTokenizer(real(QWEN3), kwargs).one_by_one(messages)
         assert marked(QWEN3, row) == turn("user", "1+1") + said("2")
 
     def test_thinking_where_there_is_to_be_none(self) -> None:
@@ -205,7 +176,7 @@ class TestMismatch:
             )  # fmt: skip
 
     def test_a_template_without_a_generation_prompt(self) -> None:
-        tokenizer = tokenizer_of(SMOLLM2)
+        tokenizer = real(SMOLLM2)
         template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         kwargs = {"chat_template": template, "enable_thinking": False}
         conversations = ConversationTokenizer(tokenizer, kwargs)
