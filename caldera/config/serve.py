@@ -98,6 +98,11 @@ def check_serve(config: ServeConfig) -> None:
             f"rollout.remote.url={shown(rollout.remote.url)} with rollout.name={rollout.name}: "
             "rollout.name=remote needs the address, and nothing else takes it"
         )
+    if rollout.name == REMOTE and rollout.logprobs_mode is not None:
+        raise UnsupportedError(
+            f"rollout.logprobs_mode={shown(rollout.logprobs_mode)}: rollout.name=remote leaves it "
+            "to the server"
+        )
     if rollout.name != REMOTE and rollout.remote.model is not None:
         raise ConfigError(
             f"rollout.remote.model={shown(rollout.remote.model)}: takes rollout.name=remote, not "

@@ -21,7 +21,8 @@ from caldera.tracking.console import print_line
 from caldera.trainer.main_ppo import run_ppo
 
 SEED = 1
-TRAIN = "train.parquet"
+MARK = ".caldera-demo"
+"""The file that says that a folder may be emptied."""
 START_ACCURACY = 0.33
 MAX_WARM_START_STEPS = 600
 
@@ -105,7 +106,7 @@ LORA = (
 def prepare_tiny(folder: Path) -> None:
     """A tokenizer, a model with a short supervised start, and the sums."""
     train, held_out = arithmetic.sums(SEED)
-    arithmetic.write_parquet(train, "train", folder / TRAIN)
+    arithmetic.write_parquet(train, "train", folder / "train.parquet")
     arithmetic.write_parquet(held_out, "test", folder / "test.parquet")
     tokenizer = arithmetic.build_tokenizer()
     model = arithmetic.build_model(tokenizer, SEED)
@@ -151,15 +152,16 @@ DEMOS = {
 def run_demo(name: str, output: Path, lora: bool, overrides: Sequence[str]) -> None:
     """Prepare, train, report. Everything is written under `output`, which starts empty."""
     told = f"--output={output}"
-    if output.is_dir() and not (_is_of_demo(output) or not any(output.iterdir())):
-        raise ConfigError(f"{told}: this is no folder of a demo's, and the demo would empty it")
+    is_used = output.is_dir() and any(path.name != LOCK for path in output.iterdir())
+    if is_used and not (output / MARK).is_file():
+        raise ConfigError(
+            f"{told}: a demo empties its folder, and this one is not known to be a demo's; remove "
+            "it, or take another"
+        )
     with locked_folder(output, told):
         empty_locked(output)
+        (output / MARK).touch()
         _run_in(DEMOS[name], output, lora, overrides)
-
-
-def _is_of_demo(folder: Path) -> bool:
-    return (folder / TRAIN).is_file() or (folder / LOCK).is_file()
 
 
 def _run_in(demo: Demo, output: Path, lora: bool, overrides: Sequence[str]) -> None:
@@ -167,7 +169,7 @@ def _run_in(demo: Demo, output: Path, lora: bool, overrides: Sequence[str]) -> N
     print_line(f"{demo.title}: everything is written to {output}")
     demo.prepare(output)
     files = (
-        f"data.train_files={output / TRAIN}",
+        f"data.train_files={output / 'train.parquet'}",
         f"data.val_files={output / 'test.parquet'}",
         f"actor_rollout_ref.model.path={output / 'start'}",
         f"trainer.default_local_dir={output / 'run'}",

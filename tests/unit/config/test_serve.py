@@ -36,6 +36,21 @@ def test_a_server_elsewhere_gets_its_address() -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "mode"),
+    [
+        ([], "raw_logprobs"),
+        (["rollout.name=sglang"], "raw_logprobs"),
+        (["rollout.logprobs_mode=processed_logprobs"], "processed_logprobs"),
+    ],
+)
+def test_log_probs_are_the_models_unless_others_are_asked_for(
+    overrides: list[str], mode: str
+) -> None:
+    config = load_serving(["model.path=x", *overrides], "serve", None)
+    assert sampler_config(config, 100).logprobs_mode == mode
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["rollout.engine_python=x"], r"^rollout.engine_python='x': takes rollout.name=vllm or"),
@@ -49,6 +64,14 @@ def test_a_server_elsewhere_gets_its_address() -> None:
         ),
         (["rollout.name=remote"], r"^rollout.remote.url=null with rollout.name=remote"),
         (["rollout.remote.url=http://host:1"], r"^rollout.remote.url='http://host:1' with"),
+        (
+            [
+                "rollout.name=remote",
+                "rollout.remote.url=http://host:1",
+                "rollout.logprobs_mode=processed_logprobs",
+            ],
+            r"^rollout.logprobs_mode='processed_logprobs': .* leaves it to the server",
+        ),
         (["rollout.remote.model=m"], r"^rollout.remote.model='m': takes rollout.name=remote"),
     ],
 )
