@@ -8,7 +8,8 @@ of the whole call, the median of the repetitions after a first one: 256 and 1,02
 tokens, and 1,024 of exponentially distributed lengths (256 on average, 16 to 2,048). Then how long
 the first call takes, with compiling and recording; how long it takes to go from training to
 sampling and back; whether the log-probs of sampler and trainer are equal in exact mode; and how
-long a decode step takes beside the time in which the GPU could read weights and cache.
+long a decode step takes beside the time in which the GPU could read weights and cache. The floor of
+a whole call adds up what each step must read, or compute where that takes longer.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from caldera.workers.sharding_manager import ShardingManager
 CUDA = torch.device("cuda")
 SHAPES = {"0.5B": (896, 4864, 24, 14, 2, 151936), "tiny": (128, 512, 4, 4, 2, 4096)}
 PROMPT, MEAN, LONGEST = 128, 256, 2048
+BYTES_A_SECOND, OPERATIONS_A_SECOND = 4.3e12, 780e12
+"""What an H200 copies and multiplies at most, as measured."""
 
 
 def say(line: str) -> None:
@@ -88,6 +91,23 @@ def speed(sampler: Rollout, work: list[Request], repetitions: int) -> float:
     return statistics.median(found)
 
 
+def floor(module: nn.Module, token_bytes: int, lengths: list[int]) -> float:
+    """Seconds in which a GPU could do it that is busy with nothing but reading and multiplying.
+
+    A step reads all weights once and the keys and values of its sequences, and multiplies each
+    token by all weights; of prompts, the head is for their last token alone.
+    """
+    ended = np.array(lengths)
+    weights = sum(p.numel() for p in module.parameters())
+    in_layers = weights - module.get_input_embeddings().weight.numel()
+    seconds = 2 * (in_layers * PROMPT + weights - in_layers) * len(ended) / OPERATIONS_A_SECOND
+    for step in range(1, int(ended.max())):
+        running = int((ended > step).sum())
+        read = (2 * weights + running * (PROMPT + step) * token_bytes) / BYTES_A_SECOND
+        seconds += max(read, 2 * weights * running / OPERATIONS_A_SECOND)
+    return seconds
+
+
 def sampler_of(name: str, module: nn.Module) -> Rollout:
     config = RolloutConfig(
         dtype="bfloat16", max_model_len=PROMPT + LONGEST, max_num_seqs=1024,
@@ -131,8 +151,14 @@ def tell_speeds(shape: str, module: nn.Module, arguments: argparse.Namespace) ->
     speeds = {name: speed(native, work, arguments.repetitions) for name, work in many.items()}
     for name, found in speeds.items():
         say(f"native  {name:18s} {found:10,.0f} tokens/s")
-    share = speeds["1,024 long-tailed"] / speeds["1,024 x 256"]
-    say(f"long-tailed over equal lengths: {share:.2f}")
+    lengths = {"1,024 x 256": [MEAN] * 1024, "1,024 long-tailed": long_tail(1024)}
+    bytes_of = token_bytes(native)
+    floors = {name: sum(each) / floor(module, bytes_of, each) for name, each in lengths.items()}
+    for name, found in floors.items():
+        say(f"floor   {name:18s} {found:10,.0f} tokens/s   native {speeds[name] / found:.2f} of it")
+    for name, found in (("native", speeds), ("floor", floors)):
+        share = found["1,024 long-tailed"] / found["1,024 x 256"]
+        say(f"long-tailed over equal lengths, {name}: {share:.2f}")
     tell_steps(native)
     native.sleep()
     exact = sampler_of("exact", module)
@@ -147,13 +173,19 @@ def tell_speeds(shape: str, module: nn.Module, arguments: argparse.Namespace) ->
         say(f"native over hf: {speeds['256 x 256'] / found:.1f}")
 
 
+def token_bytes(native: Any) -> int:
+    """Of the keys and values of a token."""
+    shape = native._cache_shape
+    count: int = 2 * shape.layers * shape.heads * shape.head_dim * 2
+    return count
+
+
 def tell_steps(native: Any) -> None:
-    """A decode step at a context of 384 tokens, beside reading weights and cache at 4.3 TB/s."""
+    """A decode step at a context of 384 tokens, beside reading weights and cache."""
     graphs, state, module = native._runner._graphs, native._runner._state, native.module
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
-    shape = native._cache_shape
-    token = 2 * shape.layers * shape.heads * shape.head_dim * 2
-    for size in (4, 8, 16, 32, 64, 256, 1024):
+    token = token_bytes(native)
+    for size in (4, 8, 16, 32, 64, 128, 256, 512, 1024):
         inputs = np.zeros((5, size), dtype=np.int32)
         inputs[0], inputs[1], inputs[4] = np.arange(size), 384, np.float32(1).view(np.int32)
         state.tables.random_(0, native._cache.pages)
@@ -167,9 +199,9 @@ def tell_steps(native: Any) -> None:
             graph.replay()
         end.record()
         torch.cuda.synchronize()
-        floor = (weights + size * 384 * token) / 4.3e12 * 1e3
+        least = (weights + size * 384 * token) / BYTES_A_SECOND * 1e3
         ms = begin.elapsed_time(end) / 30
-        say(f"step    {size:5d} sequences {ms:8.3f} ms   floor {floor:.3f} ms   {ms / floor:.1f} x")
+        say(f"step    {size:5d} sequences {ms:8.3f} ms   floor {least:.3f} ms   {ms / least:.1f} x")
 
 
 def tell_hand_over(module: nn.Module, vocabulary: int) -> None:

@@ -94,14 +94,16 @@ def test_recorded_steps_sample_what_plain_ones_do(family: str, keys: dict[str, A
                 assert np.abs(np.subtract(one.log_probs, other.log_probs)).max() < 1e-4
 
 
-@pytest.mark.parametrize("rows", [3, 8, 16, 30, 64])
-def test_steps_of_few_sequences(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probs of the kernels for few sequences are those of the compiled layers."""
-    from caldera.rollout.native import few
+@pytest.mark.parametrize(
+    ("family", "rows"), [*(("qwen2", rows) for rows in (3, 8, 16, 30, 64, 78)), ("qwen3", 78)]
+)
+def test_chained_steps(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probs of chained steps are those of the compiled layers."""
+    from caldera.rollout.native import chained
 
-    if not few.can_chain(CUDA, torch.bfloat16):
+    if not chained.can_chain(CUDA, torch.bfloat16):
         pytest.skip("this GPU runs the compiled layers")
-    module = build("qwen2", torch.bfloat16)
+    module = build(family, torch.bfloat16)
     with torch.no_grad():
         for parameter in module.parameters():  # biases begin as zeros
             parameter.add_(0.02 * torch.randn_like(parameter))
@@ -111,9 +113,9 @@ def test_steps_of_few_sequences(rows: int, monkeypatch: pytest.MonkeyPatch) -> N
     work += [Request(long[: 500 + 100 * i], SamplingParams(max_tokens=30), i) for i in range(8)]
     ours = sampler(module, "bfloat16", **keys)
     got = ours.generate(work)
-    assert ours._runner._few is not None  # type: ignore[attr-defined]
+    assert ours._runner._chained is not None  # type: ignore[attr-defined]
     assert [a.token_ids for a in ours.generate(work)] == [a.token_ids for a in got]
-    monkeypatch.setattr(few.FewSteps, "most_rows", 0)
+    monkeypatch.setattr(chained, "can_chain", lambda *_: False)
     want = sampler(module, "bfloat16", **keys).generate(work)
     compared, differences = 0, []
     for one, other in zip(got, want, strict=True):

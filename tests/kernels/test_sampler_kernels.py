@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from caldera.rollout.native.kernels import attend_pages, choose
+from caldera.rollout.native.attention_kernels import Pages, attend_pages
+from caldera.rollout.native.kernels import choose
 
 
 @pytest.mark.parametrize(("size", "window"), [(3, None), (3, 20), (300, None)])
@@ -25,7 +26,8 @@ def test_attention_over_pages(size: int, window: int | None, device: torch.devic
     inputs[0], inputs[1] = torch.arange(size), positions
     pointers = torch.tensor([keys.data_ptr(), values.data_ptr()], device=device)
     cached = [pages_of.clone() for pages_of in (keys, values)]
-    out = attend_pages(query, key, value, pointers, inputs, tables, width**-0.5, window)
+    found = Pages(pointers, inputs, tables)
+    out = attend_pages(query, key, value, found, width**-0.5, window)
     for row in range(1, size):
         count = int(positions[row])
         own = [

@@ -28,7 +28,7 @@ from caldera.rollout.native.trunk import attending, compiled_trunk, plain_trunk
 from caldera.rollout.native.twin import Twin, forget_pieces
 
 if TYPE_CHECKING:
-    from caldera.rollout.native.few import FewSteps
+    from caldera.rollout.native.chained import ChainedSteps
 
 
 class CudaRunner(Runner):
@@ -51,7 +51,7 @@ class CudaRunner(Runner):
         self._is_exact = config.native.exact
         self._twin: Twin | None = None
         self._graphs: DecodeGraphs | None = None
-        self._few: FewSteps | None = None
+        self._chained: ChainedSteps | None = None
         self._weights_move = False  # as they do when the trainer offloads them
 
     def rest(self) -> None:
@@ -59,7 +59,7 @@ class CudaRunner(Runner):
             self._release()
 
     def _release(self) -> None:
-        self._twin = self._graphs = self._few = None
+        self._twin = self._graphs = self._chained = None
         self._module, self._trunk = self._source, plain_trunk(self._source)
 
     def prepare(self) -> bool:
@@ -69,7 +69,7 @@ class CudaRunner(Runner):
         if self._twin is None:
             self._twin = Twin(self._source, self._dtype)
             self._module = self._twin.module
-            self._few = self._few_steps()  # which knows layers by what they compute uncompiled
+            self._chained = self._chained_steps()  # which knows layers that are not compiled yet
             make_trunk = plain_trunk if self._is_exact else compiled_trunk
             self._trunk = make_trunk(self._module)
             self._graphs = DecodeGraphs(self._run_decode, self._sizes, self._state)
@@ -78,12 +78,12 @@ class CudaRunner(Runner):
         forget_pieces(self._module)
         return False
 
-    def _few_steps(self) -> FewSteps | None:
-        from caldera.rollout.native.few import can_chain, few_steps
+    def _chained_steps(self) -> ChainedSteps | None:
+        from caldera.rollout.native.chained import can_chain, chained_steps
 
         if self._is_exact or not can_chain(self._device, self._dtype):
             return None
-        return few_steps(self._module, self._state)
+        return chained_steps(self._module, self._state)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = language_head(self._module)
@@ -152,10 +152,10 @@ class CudaRunner(Runner):
         from caldera.rollout.native.kernels import begin_step, choose
 
         state = self._state
-        tokens, positions = begin_step(inputs, state.newest, state.tables)
-        if self._few is not None and inputs.shape[1] <= self._few.most_rows:
-            hidden = self._few(tokens, positions, inputs)
+        if self._chained is not None:
+            hidden = self._chained(inputs)
         else:
+            tokens, positions = begin_step(inputs, state.newest, state.tables)
             with attending(RecordedDecode(state, inputs)):
                 hidden = self._trunk(tokens, positions)
         logits = self._logits(hidden)

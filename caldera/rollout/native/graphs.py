@@ -19,6 +19,8 @@ from caldera.rollout.native.cache import KVCache
 
 INPUTS = 5
 """Rows, positions, pages, random numbers, temperatures: what a step is told of each place."""
+STAGED = 8
+"""Steps whose inputs may be on their way to the device."""
 
 
 class Chosen(NamedTuple):
@@ -66,16 +68,17 @@ class RecordedDecode:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        from caldera.rollout.native.kernels import attend_pages, keep
+        from caldera.rollout.native.attention_kernels import Pages, attend_pages, keep
 
         inputs, tables = self._inputs, self._state.tables
         pointers = self._state.pointers[layer.layer_idx]
+        pages = Pages(pointers, inputs, tables)
         query, key = query.to(value.dtype), key.to(value.dtype)
         if not in_exactness():
-            return attend_pages(query, key, value, pointers, inputs, tables, scale, window)
+            return attend_pages(query, key, value, pages, scale, window)
         from caldera.models.exact_cuda import attend
 
-        keep(key, value, pointers, inputs, tables)
+        keep(key, value, pages)
         paged = (pointers, tables, inputs[0], PAGE_SIZE)
         return attend(query, key, None, inputs[1], scale, window, paged)
 
@@ -90,6 +93,10 @@ class DecodeGraphs:
         self._sizes = sorted(sizes)
         self._state = state
         self._inputs = state.tables.new_zeros(INPUTS * self._sizes[-1])
+        # What is on its way to the device is not written to: so many steps are never under way.
+        self._staged = [torch.zeros_like(self._inputs, device="cpu", pin_memory=True)
+                        for _ in range(STAGED)]  # fmt: skip
+        self._turn = 0
         self._recorded: dict[int, tuple[torch.cuda.CUDAGraph, Chosen]] = {}
         self._pool: Any = None  # memory that the recordings share
 
@@ -106,11 +113,13 @@ class DecodeGraphs:
 
     def _tell(self, inputs: NDArray[np.int32], size: int) -> Tensor:
         """Lay the inputs, and places that change nothing behind them, where the graph reads."""
-        padded = np.zeros((INPUTS, size), dtype=np.int32)
-        padded[0], padded[1] = self._state.spare_row, -1
-        padded[:, : inputs.shape[1]] = inputs
+        self._turn = (self._turn + 1) % STAGED
+        staged = self._staged[self._turn][: INPUTS * size]
+        padded, count = staged.numpy().reshape(INPUTS, size), inputs.shape[1]
+        padded[:, :count] = inputs
+        padded[0, count:], padded[1, count:], padded[2:, count:] = self._state.spare_row, -1, 0
         place = self._inputs[: INPUTS * size]
-        place.copy_(torch.from_numpy(padded).pin_memory().view(-1), non_blocking=True)
+        place.copy_(staged, non_blocking=True)
         return place.view(INPUTS, size)
 
     def _record(self, size: int) -> tuple[torch.cuda.CUDAGraph, Chosen]:
@@ -134,7 +143,7 @@ class DecodeGraphs:
 
 def ladder(largest: int) -> list[int]:
     """Sizes to record steps of: each not much larger than the one before."""
-    sizes = [4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]
+    sizes = [4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256]
     step = 64
     while sizes[-1] < largest:
         if sizes[-1] >= 8 * step:

@@ -1,4 +1,4 @@
-"""Decode steps of few sequences in Triton's interpreter, against the model as transformers runs it.
+"""Decode steps as chains of kernels in Triton's interpreter, against transformers' own layers.
 
 tests/gpu has the tests on a GPU.
 """
@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from caldera.models.attention import ATTENTION, PackedSequences
 from caldera.models.forward import hidden_states
+from caldera.rollout.native import chained
 from caldera.rollout.native.attention import PagedPrefill
 from caldera.rollout.native.cache import CacheShape, KVCache
-from caldera.rollout.native.few import few_steps
+from caldera.rollout.native.chained import chained_steps
 from caldera.rollout.native.graphs import DeviceState
-from caldera.rollout.native.kernels import begin_step
 from caldera.rollout.native.twin import Twin
 
 CPU = torch.device("cpu")
@@ -27,6 +27,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 100, "hidden_size": 256, "intermediate_size": 272, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
 }  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
 def build(config: Any) -> nn.Module:
@@ -40,15 +41,26 @@ def build(config: Any) -> nn.Module:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("size", "config"),
+    ("size", "kind", "config"),
     [
-        (3, Qwen2Config(**SIZES)),
-        (12, Qwen2Config(**SIZES)),
-        (20, Qwen2Config(**SIZES)),
-        (3, LlamaConfig(**SIZES, head_dim=128)),  # without biases
+        (3, "few", Qwen2Config(**SIZES)),
+        (12, "few", Qwen2Config(**SIZES)),
+        (20, "few", Qwen2Config(**SIZES)),
+        (20, "some", Qwen2Config(**SIZES)),
+        (20, "many", Qwen2Config(**SIZES)),
+        (3, "few", LlamaConfig(**SIZES, head_dim=128)),  # without biases
+        (3, "some", LlamaConfig(**SIZES, head_dim=128)),
+        (3, "few", Qwen3Config(**SIZES, head_dim=64)),  # with norms of heads
+        (3, "many", Qwen3Config(**SIZES, head_dim=128)),
     ],
 )
-def test_a_step_finds_what_the_whole_sequence_does(size: int, config: Any) -> None:
+def test_a_step_finds_what_the_whole_sequence_does(
+    size: int, kind: str, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind != "few":
+        monkeypatch.setattr(chained, "MOST_ROWS", 0)
+    if kind == "many":
+        monkeypatch.setattr(chained, "MOST_IN_TILES", 0)
     module = build(config)
     lengths = [1 + (29 * row) % (16 * PAGES - 1) for row in range(size)]
     tokens = torch.randint(0, 100, (1, sum(lengths)))
@@ -75,9 +87,9 @@ def test_a_step_finds_what_the_whole_sequence_does(size: int, config: Any) -> No
     places = torch.arange(size)
     inputs[2, :size] = state.tables[places, inputs[1, :size].long() // 16]
     state.newest[:size] = tokens[0, last]
-    steps = few_steps(Twin(module, torch.float32).module, state)
+    steps = chained_steps(Twin(module, torch.float32).module, state)
     assert steps is not None
-    found = steps(*begin_step(inputs, state.newest, state.tables), inputs)
+    found = steps(inputs)
     torch.testing.assert_close(found[:size], want[last], rtol=1e-4, atol=1e-4)
     for keys, old in zip(cache.keys, before, strict=True):
         changed = (keys != old).flatten(2).any(-1).nonzero()
@@ -101,9 +113,10 @@ def prefill(
         (LlamaConfig(**{**SIZES, "hidden_size": 128}), False),  # heads of 32
         (MistralConfig(**SIZES, sliding_window=None), True),
         (MistralConfig(**SIZES, sliding_window=32), False),
-        (Qwen3Config(**SIZES, head_dim=64), False),
+        (Qwen3Config(**SIZES, head_dim=64), True),
+        (LlamaConfig(**SIZES, rope_parameters=DYNAMIC), False),
     ],
 )
 def test_layers_of_other_shapes_are_left_alone(config: Any, is_known: bool) -> None:
     twin = Twin(build(config), torch.float32)
-    assert (few_steps(twin.module, DeviceState(1, 16, 2, CPU)) is not None) == is_known
+    assert (chained_steps(twin.module, DeviceState(1, 16, 2, CPU)) is not None) == is_known

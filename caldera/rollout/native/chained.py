@@ -1,0 +1,385 @@
+"""Decode steps on Hopper GPUs: layers of the commonest shape as chains of kernels."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+import triton
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from caldera.models.exact_norm import epsilon_of, kind_of
+from caldera.models.forward import base_module, decoder_layers
+from caldera.rollout.native.attention_kernels import (
+    CHAINED,
+    CHAINED_LATE,
+    UNCHAINED,
+    Pages,
+    Turn,
+    attend_pages,
+)
+from caldera.rollout.native.blocks import PAGE_SIZE
+from caldera.rollout.native.chained_kernels import (
+    begin_kernel,
+    gate_kernel,
+    parts_kernel,
+    product_kernel,
+    settle_kernel,
+    tile_kernel,
+)
+from caldera.rollout.native.graphs import DeviceState
+from caldera.rollout.native.layer_parts import LAYERS, LAYERS_WITH_HEAD_NORMS
+from caldera.rollout.native.twin import joint_product
+
+HEAD_WIDTHS = (64, 128)
+ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Whose angle at a position is always the same."""
+MOST_ROWS, WIDEST, DEEPEST = 64, 1024, 8192
+"""Sequences, hidden and inner size up to which products of our own are faster than cuBLAS's."""
+SLABS, DEPTH = 4, 128
+"""Two chunks of so many cells are all of the hidden size."""
+HEAD_DEPTH, INNER_DEPTH = 256, 512
+"""Cells of a row of the weights that one program of a product in parts has."""
+COLUMNS = 64
+"""Rows of the weights that a program has which reads them in a loop."""
+GATES_AT_ONCE = 1024
+"""That a program multiplies by each other."""
+HOPPER = 9
+
+
+class Tiles(NamedTuple):
+    """How a product is divided among programs."""
+
+    most: int  # sequences
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    warps: int
+    parts: int = 1  # of the depth
+
+
+# What was fastest on an H200 for the sizes of Qwen2.5-0.5B.
+INWARD = [Tiles(512, 64, 64, 128, 4, 4)]
+OUTWARD = [
+    Tiles(128, 64, 64, 128, 3, 4, 7), Tiles(256, 64, 64, 128, 3, 4, 4),
+    Tiles(512, 64, 128, 128, 3, 4, 2),
+]  # fmt: skip
+DOWN = [
+    Tiles(128, 64, 64, 128, 3, 4, 10), Tiles(192, 64, 128, 64, 4, 4, 12),
+    Tiles(256, 128, 128, 64, 4, 4, 8), Tiles(320, 128, 128, 64, 4, 4, 6),
+    Tiles(512, 128, 128, 64, 4, 4, 4),
+]  # fmt: skip
+MOST_IN_TILES = 512
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The weights that the kernels read, which are the twin's."""
+
+    inward: Tensor  # ((Hq + 2 Hkv) D, H)
+    bias: Tensor | None
+    outward: Tensor  # (H, Hq D)
+    gates: Tensor  # (2 I, H)
+    down: Tensor  # (H, I)
+    before: Tensor  # (H,) the norms' weights
+    between: Tensor
+    head_norms: tuple[Tensor, Tensor] | tuple[None, None]  # (D,) of queries and keys
+
+    @property
+    def sizes(self) -> tuple[torch.Size, ...]:
+        matrices = (self.inward, self.outward, self.gates, self.down)
+        return tuple(matrix.shape for matrix in matrices)
+
+
+def can_chain(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels may be begun early, and tiles of weights fit into what a program has."""
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return is_half and torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
+def chained_steps(module: nn.Module, state: DeviceState) -> ChainedSteps | None:
+    """Steps of the twin's module, if all its layers are of a shape that is known here."""
+    layers = [_known(layer) for layer in decoder_layers(module)]
+    trunk = cast(Any, base_module(module).base_model)
+    norm = getattr(trunk, "norm", None)
+    rotation = getattr(getattr(trunk, "rotary_emb", None), "rope_type", None)
+    if norm is None or kind_of(norm) is not False or None in layers or rotation not in ROTATIONS:
+        return None
+    known = cast(list[_Layer], layers)
+    if len({layer.sizes for layer in known}) > 1 or len(_numbers(module, norm)) > 1:
+        return None  # a step has room for layers of one size
+    steps = ChainedSteps(module, known, state)
+    return steps if steps.angles[0].shape[1] == steps.head_width else None
+
+
+def _numbers(module: nn.Module, last: nn.Module) -> set[tuple[float, ...]]:
+    """What is added to squares and multiplies scores, in all layers and the last norm."""
+    found: set[tuple[float, ...]] = set()
+    for layer in cast(list[Any], decoder_layers(module)):
+        found |= {(epsilon_of(norm), layer.self_attn.scaling) for norm in (*_norms(layer), last)}
+    return found
+
+
+def _norms(layer: Any) -> list[Any]:
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    if type(layer) in LAYERS_WITH_HEAD_NORMS:
+        norms += [layer.self_attn.q_norm, layer.self_attn.k_norm]
+    return norms
+
+
+def _known(layer: nn.Module) -> _Layer | None:
+    if type(layer) not in LAYERS + LAYERS_WITH_HEAD_NORMS:
+        return None
+    parts = cast(Any, layer)
+    attention, mlp = parts.self_attn, parts.mlp
+    is_mistral = type(layer).__name__.startswith("Mistral")
+    window = getattr(attention.config if is_mistral else attention, "sliding_window", None)
+    inward, gates = joint_product(attention, "q_proj"), joint_product(mlp, "gate_proj")
+    outward, down = attention.o_proj, mlp.down_proj
+    if inward is None or gates is None or gates.bias is not None or window is not None:
+        return None
+    plain = all(type(each) is nn.Linear and each.bias is None for each in (outward, down))
+    norms = _norms(parts)
+    width, inner = gates.weight.shape[1], gates.weight.shape[0] // 2
+    fits = (
+        plain
+        and all(kind_of(norm) is False for norm in norms)
+        and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+        and attention.head_dim in HEAD_WIDTHS
+        and width % 16 == 0 and inner % 16 == 0
+    )  # fmt: skip
+    if not fits:
+        return None
+    before, between, *heads = (norm.weight for norm in norms)
+    return _Layer(
+        inward.weight, inward.bias, outward.weight, gates.weight, down.weight, before, between,
+        (heads[0], heads[1]) if heads else (None, None),
+    )  # fmt: skip
+
+
+class ChainedSteps:
+    """From the inputs (5, B) of a recorded step to normed hidden states, (B, H)."""
+
+    def __init__(self, module: nn.Module, layers: list[_Layer], state: DeviceState) -> None:
+        trunk = cast(Any, base_module(module).base_model)
+        self.layers = layers
+        self.state = state
+        self.embedding: Tensor = trunk.embed_tokens.weight
+        self.last_norm: Tensor = trunk.norm.weight
+        first = cast(Any, decoder_layers(module)[0])
+        self.epsilon = epsilon_of(first.input_layernorm)
+        self.head_width: int = first.self_attn.head_dim
+        self.scale: float = first.self_attn.scaling
+        heads = len(layers[0].inward) // self.head_width
+        queries = layers[0].outward.shape[1] // self.head_width
+        self.head_counts = [queries, *[(heads - queries) // 2] * 2]  # queries, keys, values
+        self.is_small = layers[0].gates.shape[1] <= WIDEST and layers[0].down.shape[1] <= DEEPEST
+        self.angles = _angles(trunk.rotary_emb, self.embedding, state)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        norms = [layer.before for layer in self.layers[1:]] + [self.last_norm]
+        step = self._kind(inputs.shape[1])(self, inputs)
+        for number, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
+            found = step.attend(step.heads(layer), layer, number)
+            step.settle(step.outward(found, layer), layer.between)
+            step.settle(step.down(step.gated(layer), layer), norm)
+        return step.normed
+
+    def _kind(self, size: int) -> type[_Step]:
+        if not self.is_small or size > MOST_IN_TILES:
+            return _ManyRows
+        return _FewRows if size <= MOST_ROWS else _SomeRows
+
+
+def _angles(rotary: nn.Module, like: Tensor, state: DeviceState) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions, (positions, D) each."""
+    longest = state.tables.shape[1] * PAGE_SIZE
+    positions = torch.arange(longest, device=like.device)[None]
+    cosine, sine = rotary(like[:1, None], positions)
+    return cosine[0].contiguous(), sine[0].contiguous()
+
+
+class _Step(ABC):
+    """The tensors of a step that all layers share, and the kernels that fill them."""
+
+    preloads: ClassVar[bool]
+    """Whether what comes before attention is begun early, so that keys may be read meanwhile."""
+    settles: ClassVar[Mapping[str, int]] = CHAINED
+
+    def __init__(self, steps: ChainedSteps, inputs: Tensor) -> None:
+        self._steps = steps
+        self._inputs = inputs
+        self._size = size = inputs.shape[1]
+        self._chain = UNCHAINED  # until the second kernel has been launched
+        width = steps.embedding.shape[1]
+        self._hidden = steps.embedding.new_empty(size, width)
+        self.normed = torch.empty_like(self._hidden)
+        tables = steps.state.tables
+        begin_kernel[(size,)](
+            inputs, steps.state.newest, tables, steps.embedding, steps.layers[0].before,
+            self._hidden, self.normed, size, tables.stride(0), steps.epsilon, WIDTH=width,
+            WIDTH_PADDED=triton.next_power_of_2(width), PAGE=PAGE_SIZE, num_warps=4,
+        )  # fmt: skip
+
+    def heads(self, layer: _Layer) -> Tensor:
+        """Queries, keys and values, (B, Hq + 2 Hkv, D)."""
+        found = self._inward(layer)
+        if self._hidden.is_cuda:
+            self._chain = CHAINED
+        return found.view(self._size, -1, self._steps.head_width)
+
+    def attend(self, heads: Tensor, layer: _Layer, number: int) -> Tensor:
+        steps = self._steps
+        pages = Pages(steps.state.pointers[number], self._inputs, steps.state.tables)
+        (cosine, sine), (query_norm, key_norm) = steps.angles, layer.head_norms
+        turn = Turn(cosine, sine, query_norm, key_norm, steps.epsilon)
+        query, key, value = heads.split_with_sizes(steps.head_counts, 1)
+        found = attend_pages(
+            query, key, value, pages, steps.scale, turn=turn, preload=self.preloads,
+            chain=self._chain,
+        )  # fmt: skip
+        return found.view(self._size, -1)
+
+    @abstractmethod
+    def _inward(self, layer: _Layer) -> Tensor:
+        """From the normed states to heads, (B, (Hq + 2 Hkv) D)."""
+
+    @abstractmethod
+    def outward(self, found: Tensor, layer: _Layer) -> Tensor:
+        """What is to be added to the hidden states, in parts, (P, B, H)."""
+
+    @abstractmethod
+    def gated(self, layer: _Layer) -> Tensor:
+        """From the normed states to what goes into the last product, (B, I)."""
+
+    @abstractmethod
+    def down(self, gated: Tensor, layer: _Layer) -> Tensor:
+        """What is to be added to the hidden states, in parts, (P, B, H)."""
+
+    def settle(self, parts: Tensor, scale: Tensor) -> None:
+        """Add the parts (P, B, H) to the hidden states, and norm them."""
+        size, width = self._hidden.shape
+        settle_kernel[(size,)](
+            parts, self._hidden, scale, self.normed, size, self._steps.epsilon, WIDTH=width,
+            WIDTH_PADDED=triton.next_power_of_2(width), PARTS=len(parts),
+            PARTS_PADDED=triton.next_power_of_2(len(parts)), num_warps=8,
+            **(self.settles if self._hidden.is_cuda else UNCHAINED),
+        )  # fmt: skip
+
+
+class _ManyRows(_Step):
+    """Products by cuBLAS, which knows no chains: what stands beside them is begun early."""
+
+    preloads = False
+
+    def _inward(self, layer: _Layer) -> Tensor:
+        return F.linear(self.normed, layer.inward, layer.bias)
+
+    def outward(self, found: Tensor, layer: _Layer) -> Tensor:
+        return F.linear(found, layer.outward)[None]
+
+    def gated(self, layer: _Layer) -> Tensor:
+        both = F.linear(self.normed, layer.gates)
+        width = both.shape[1] // 2
+        out = both.new_empty(self._size, width)
+        gate_kernel[(self._size, triton.cdiv(width, GATES_AT_ONCE))](
+            both, out, width, BLOCK=GATES_AT_ONCE, num_warps=4, **self._chain
+        )
+        return out
+
+    def down(self, gated: Tensor, layer: _Layer) -> Tensor:
+        return F.linear(gated, layer.down)[None]
+
+
+class _SomeRows(_ManyRows):
+    """Products of our own, in tiles, but for the largest, where cuBLAS is faster."""
+
+    settles = CHAINED_LATE
+
+    def _inward(self, layer: _Layer) -> Tensor:
+        return self._product(self.normed, layer.inward, INWARD, layer.bias)[0]
+
+    def outward(self, found: Tensor, layer: _Layer) -> Tensor:
+        return self._product(found, layer.outward, OUTWARD)
+
+    def down(self, gated: Tensor, layer: _Layer) -> Tensor:
+        return self._product(gated, layer.down, DOWN)
+
+    def _product(
+        self, values: Tensor, weight: Tensor, tiles: list[Tiles], bias: Tensor | None = None
+    ) -> Tensor:
+        """values (B, K) by weight (N, K), as the sum of what is returned, (P, B, N)."""
+        tile = next(tile for tile in tiles if self._size <= tile.most)
+        width, cells = weight.shape
+        span = triton.cdiv(triton.cdiv(cells, tile.depth), tile.parts) * tile.depth
+        parts = triton.cdiv(cells, span)
+        dtype = torch.float32 if tile.parts > 1 else values.dtype
+        out = values.new_empty(parts, self._size, width, dtype=dtype)
+        grid = triton.cdiv(width, tile.columns), triton.cdiv(self._size, tile.rows), parts
+        tile_kernel[grid](
+            values, weight, bias, out, self._size, width, span, K=cells, ROWS=tile.rows,
+            COLUMNS=tile.columns, DEPTH=tile.depth, BIASED=bias is not None,
+            STAGES=tile.stages, num_warps=tile.warps, **self._chain,
+        )  # fmt: skip
+        return out
+
+
+class _FewRows(_Step):
+    """Products of our own, whose programs hold their tile of weights before they wait."""
+
+    preloads = True
+
+    def __init__(self, steps: ChainedSteps, inputs: Tensor) -> None:
+        super().__init__(steps, inputs)
+        self._rows = max(8, triton.next_power_of_2(self._size))
+
+    def _inward(self, layer: _Layer) -> Tensor:
+        columns = 16 if self._rows <= 16 else 0
+        return self._product(layer.inward, layer.bias, len(layer.inward), columns, 4)
+
+    def outward(self, found: Tensor, layer: _Layer) -> Tensor:
+        return self._in_parts(found, layer.outward, HEAD_DEPTH, 4)
+
+    def gated(self, layer: _Layer) -> Tensor:
+        columns, stages = 32 if self._rows == 8 else 0, 5 if self._rows <= 16 else 3
+        return self._product(layer.gates, None, layer.down.shape[1], columns, stages, gated=True)
+
+    def down(self, gated: Tensor, layer: _Layer) -> Tensor:
+        return self._in_parts(gated, layer.down, INNER_DEPTH, 8)
+
+    def _product(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        width: int,
+        at_once: int,
+        stages: int,
+        gated: bool = False,
+    ) -> Tensor:
+        """`at_once`: columns of a program that reads all of them at once; 0 for none, which reads
+        so many blocks ahead."""
+        columns = at_once or COLUMNS
+        out = weight.new_empty(self._size, width)
+        product_kernel[(triton.cdiv(len(weight), columns),)](
+            self.normed, weight, bias, out, self._size, width, K=weight.shape[1], COLUMNS=columns,
+            ROWS=self._rows, DEPTH=DEPTH, SLABS=SLABS if at_once else 0, GATED=gated,
+            BIASED=bias is not None, STAGES=stages, num_warps=4, **self._chain,
+        )  # fmt: skip
+        return out
+
+    def _in_parts(self, values: Tensor, weight: Tensor, depth: int, warps: int) -> Tensor:
+        """values (B, K) by weight (N, K), as the sum of what is returned, (P, B, N)."""
+        width, cells = weight.shape
+        count = triton.cdiv(cells, depth)
+        columns = 64 if self._rows < 64 else 128
+        parts = torch.empty(count, self._size, width, device=values.device)
+        parts_kernel[(triton.cdiv(width, columns), count)](
+            values, weight, parts, self._size, width, K=cells, COLUMNS=columns, ROWS=self._rows,
+            DEPTH=depth, num_warps=warps, **self._chain,
+        )  # fmt: skip
+        return parts
