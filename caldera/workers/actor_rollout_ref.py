@@ -21,7 +21,7 @@ from caldera.rollout import ROLLOUTS, Rollout
 from caldera.rollout.base import OnFinished
 from caldera.rollout.batch import completions_to_batch, requests_from_batch, sampling_params
 from caldera.rollout.engines.rollout import EngineRollout
-from caldera.rollout.native.tensor_parallel import TensorParallelRollout
+from caldera.rollout.native.parallel.engine import TensorParallelRollout
 from caldera.single_controller import (
     Dispatch,
     make_nd_compute_dataproto_dispatch_fn,

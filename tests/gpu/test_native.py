@@ -99,7 +99,7 @@ def test_recorded_steps_sample_what_plain_ones_do(family: str, keys: dict[str, A
 )
 def test_chained_steps(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs of chained steps are those of the compiled layers."""
-    from caldera.rollout.native import chained
+    from caldera.rollout.native.cuda import chained
 
     if not chained.can_chain(CUDA, torch.bfloat16):
         pytest.skip("this GPU runs the compiled layers")

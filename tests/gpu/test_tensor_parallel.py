@@ -18,7 +18,7 @@ from caldera.errors import UnsupportedError
 from caldera.models.attention import ATTENTION
 from caldera.models.fresh import take_values
 from caldera.rollout import NativeRollout, Request, SamplingParams
-from caldera.rollout.native.tensor_parallel import TensorParallelRollout
+from caldera.rollout.native.parallel.engine import TensorParallelRollout
 
 sys.path.append(str(Path(__file__).parents[1]))
 

@@ -13,7 +13,7 @@ from caldera.config import RolloutConfig
 from caldera.models.attention import ATTENTION
 from caldera.models.fresh import take_values
 from caldera.rollout import Request, SamplingParams
-from caldera.rollout.native.tensor_parallel import TensorParallelRollout
+from caldera.rollout.native.parallel.engine import TensorParallelRollout
 from caldera.single_controller import Dispatch, Worker, register
 
 SIZES: dict[str, Any] = {

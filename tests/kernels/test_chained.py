@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from caldera.models.attention import ATTENTION, PackedSequences
 from caldera.models.forward import hidden_states
-from caldera.rollout.native import chained
 from caldera.rollout.native.attention import PagedPrefill
 from caldera.rollout.native.cache import CacheShape, KVCache
-from caldera.rollout.native.chained import chained_steps
-from caldera.rollout.native.graphs import DeviceState
-from caldera.rollout.native.twin import Twin
+from caldera.rollout.native.cuda import chained
+from caldera.rollout.native.cuda.chained import chained_steps
+from caldera.rollout.native.cuda.graphs import DeviceState
+from caldera.rollout.native.cuda.twin import Twin
 
 CPU = torch.device("cpu")
 PAGES = 5
@@ -50,6 +50,7 @@ def build(config: Any) -> nn.Module:
         (20, "many", Qwen2Config(**SIZES)),
         (3, "few", LlamaConfig(**SIZES, head_dim=128)),  # without biases
         (3, "some", LlamaConfig(**SIZES, head_dim=128)),
+        (3, "few", LlamaConfig(**{**SIZES, "num_attention_heads": 16}, head_dim=128)),  # wide heads
         (3, "few", Qwen3Config(**SIZES, head_dim=64)),  # with norms of heads
         (3, "many", Qwen3Config(**SIZES, head_dim=128)),
     ],

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from caldera.rollout.native.attention_kernels import Pages, attend_pages
-from caldera.rollout.native.kernels import choose
+from caldera.rollout.native.cuda.attention_kernels import Pages, attend_pages
+from caldera.rollout.native.cuda.step_kernels import choose
 
 
 @pytest.mark.parametrize(("size", "window"), [(3, None), (3, 20), (300, None)])

@@ -30,9 +30,9 @@ from caldera.rollout.base import (
 from caldera.rollout.native.attention import to_device
 from caldera.rollout.native.blocks import PAGE_SIZE, BlockManager, IntArray, pages_for
 from caldera.rollout.native.cache import CacheShape, KVCache, affordable_pages
+from caldera.rollout.native.cpu.runner import PackedRunner
+from caldera.rollout.native.cpu.weights import can_pack
 from caldera.rollout.native.flights import Flight
-from caldera.rollout.native.packed import PackedRunner
-from caldera.rollout.native.packed_weights import can_pack
 from caldera.rollout.native.runner import Runner
 from caldera.rollout.native.running import Running, Sequence
 from caldera.rollout.native.sampler import sample
@@ -79,7 +79,7 @@ class NativeRollout(StepwiseRollout):
             return PackedRunner(self.module, device, config.max_num_seqs, self._cache_shape)
         if device.type != "cuda" or config.enforce_eager:
             return Runner(self.module, device, config.max_num_seqs)
-        from caldera.rollout.native.cuda import CudaRunner
+        from caldera.rollout.native.cuda.runner import CudaRunner
 
         self._in_flight = 1
         return CudaRunner(self.module, device, config, self._cache_shape)

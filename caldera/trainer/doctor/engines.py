@@ -110,7 +110,7 @@ def _kernels() -> Finding:
     """What makes sampling on a CPU fast, and needs a compiler."""
     import torch
 
-    from caldera.rollout.native.cpu_kernels import cpu_kernels, find_compiler, why_not
+    from caldera.rollout.native.cpu.kernels import cpu_kernels, find_compiler, why_not
 
     head_dim = 32
     name, fix = "kernels for the CPU", "apt-get install g++ (without it, sampling is slower)"

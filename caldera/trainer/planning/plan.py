@@ -15,7 +15,7 @@ from caldera.config import (
 from caldera.config.strategies import roles
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.models.loading import DTYPES, shape_of_classifier, shape_of_policy
-from caldera.rollout.native.sharding import check_sizes, planned_layers
+from caldera.rollout.native.parallel.sharding import check_sizes, planned_layers
 from caldera.trainer.planning.batches import (
     StepBatches,
     forward_cut,

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from caldera.errors import UnsupportedError
-from caldera.rollout.native import cpu_kernels as module
 from caldera.rollout.native.blocks import PAGE_SIZE, pages_for
 from caldera.rollout.native.cache import CacheShape, KVCache
-from caldera.rollout.native.cpu_attention import CompiledAttention
-from caldera.rollout.native.cpu_kernels import cpu_kernels, why_not
-from caldera.rollout.native.layer_parts import AttentionParts
+from caldera.rollout.native.cpu import kernels as module
+from caldera.rollout.native.cpu.attention import CompiledAttention
+from caldera.rollout.native.cpu.kernels import cpu_kernels, why_not
+from caldera.rollout.native.layers import AttentionParts
 from caldera.rollout.native.steps import Chunks, Decode, Prefill
 
 CPU = torch.device("cpu")

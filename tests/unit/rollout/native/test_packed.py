@@ -22,13 +22,13 @@ from caldera.config import RolloutConfig
 from caldera.config.rollout import NativeRolloutConfig
 from caldera.models.attention import ATTENTION
 from caldera.rollout.base import Request, SamplingParams
-from caldera.rollout.native.cpu_kernels import find_compiler
+from caldera.rollout.native.cpu.kernels import find_compiler
+from caldera.rollout.native.cpu.lean import LeanLayer
+from caldera.rollout.native.cpu.runner import PackedRunner
+from caldera.rollout.native.cpu.small import SmallLayer
+from caldera.rollout.native.cpu.weights import can_pack
 from caldera.rollout.native.engine import NativeRollout
-from caldera.rollout.native.lean import LeanLayer
-from caldera.rollout.native.packed import PackedRunner
-from caldera.rollout.native.packed_weights import can_pack
 from caldera.rollout.native.runner import sum_of_bits
-from caldera.rollout.native.small import SmallLayer
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {

@@ -32,10 +32,10 @@ from caldera.errors import ConfigError, RolloutError, UnsupportedError
 from caldera.models.attention import ATTENTION
 from caldera.models.fresh import take_values
 from caldera.rollout import AsyncSampler, Completion, NativeRollout, Request, SamplingParams
-from caldera.rollout.native.sharding import planned_layers
+from caldera.rollout.native.parallel.engine import TensorParallelRollout
+from caldera.rollout.native.parallel.sharding import planned_layers
+from caldera.rollout.native.parallel.team import FIRST_PART, packed, unpacked
 from caldera.rollout.native.steps import Chunks, Decode, Prefill, Step
-from caldera.rollout.native.team import FIRST_PART, packed, unpacked
-from caldera.rollout.native.tensor_parallel import TensorParallelRollout
 
 pytestmark = pytest.mark.timeout(240)  # the first test waits for all that the processes do
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from caldera.models.attention import ATTENTION, PackedSequences
 from caldera.models.forward import hidden_states
-from caldera.rollout.native.graphs import ladder, step_inputs
+from caldera.rollout.native.cuda.graphs import ladder, step_inputs
+from caldera.rollout.native.cuda.twin import Twin
 from caldera.rollout.native.trunk import attending, compiled_trunk, plain_trunk
-from caldera.rollout.native.twin import Twin
 
 CPU = torch.device("cpu")
 

@@ -13,14 +13,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from caldera.models.triton_attention import fold_block
 from caldera.rollout.native.blocks import PAGE_SIZE
+from caldera.rollout.native.cuda.chains import UNCHAINED
 
 SMALLEST_PRODUCT = 16
 """Rows that a matrix product has at least: query heads of one key head are padded to them."""
 LOG2_E = 1.4426950408889634
-UNCHAINED: Mapping[str, int] = {"CHAINED": 0}
-CHAINED: Mapping[str, int] = {"CHAINED": 1, "launch_pdl": True}
-CHAINED_LATE: Mapping[str, int] = {"CHAINED": 2, "launch_pdl": True}
-"""A kernel that starts before the one ahead of it has ended, and lets the next one start."""
 
 
 class Plan(NamedTuple):

@@ -7,12 +7,16 @@ A place of a recorded step that no sequence needs has position -1 and changes no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from caldera.rollout.native.blocks import PAGE_SIZE
+from caldera.rollout.native.cuda.chains import UNCHAINED
 
 TILE = 4096
 """Logits that a program reads."""
@@ -62,7 +66,13 @@ def _begin_kernel(
 # ---- the next tokens
 
 
-def choose(logits: Tensor, inputs: Tensor, newest: Tensor, raw: bool) -> Tensor:
+def choose(
+    logits: Tensor,
+    inputs: Tensor,
+    newest: Tensor,
+    raw: bool,
+    chain: Mapping[str, int] = UNCHAINED,
+) -> Tensor:
     """A token and its log-prob for each place, (2, B): int32, and float32 in the same bits.
 
     logits (B, V). The fourth row of `inputs` has uniform random numbers and the fifth one over the
@@ -76,11 +86,12 @@ def choose(logits: Tensor, inputs: Tensor, newest: Tensor, raw: bool) -> Tensor:
     out = torch.empty(2, size, dtype=torch.int32, device=logits.device)
     _tile_kernel[(size, tiles)](
         logits, inputs, found, size, vocabulary, logits.stride(0),
-        TILE=TILE, RAW=raw, num_warps=8, enable_fp_fusion=True,
+        TILE=TILE, RAW=raw, num_warps=8, enable_fp_fusion=True, **chain,
     )  # fmt: skip
     _choose_kernel[(size,)](
         logits, inputs, found, newest, out, size, vocabulary, logits.stride(0), tiles,
         TILE=TILE, TILES=triton.next_power_of_2(tiles), RAW=raw, num_warps=8, enable_fp_fusion=True,
+        **chain,
     )  # fmt: skip
     return out
 
@@ -88,9 +99,12 @@ def choose(logits: Tensor, inputs: Tensor, newest: Tensor, raw: bool) -> Tensor:
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile_kernel(
     logits: tl.tensor, inputs: tl.tensor, found: tl.tensor, size: tl.tensor, vocabulary: tl.tensor,
-    stride: tl.tensor, TILE: tl.constexpr, RAW: tl.constexpr,
+    stride: tl.tensor, TILE: tl.constexpr, RAW: tl.constexpr, CHAINED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Of each tile: the largest logit, and the sum of exponentials beside it."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
     place, tile = tl.program_id(0), tl.program_id(1)
     tiles = tl.num_programs(1)
     inverse = tl.load(inputs + 4 * size + place).to(tl.float32, bitcast=True)
@@ -113,9 +127,12 @@ def _tile_kernel(
 def _choose_kernel(
     logits: tl.tensor, inputs: tl.tensor, found: tl.tensor, newest: tl.tensor, out: tl.tensor,
     size: tl.tensor, vocabulary: tl.tensor, stride: tl.tensor, tiles: tl.tensor,
-    TILE: tl.constexpr, TILES: tl.constexpr, RAW: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, RAW: tl.constexpr, CHAINED: tl.constexpr,
 ) -> None:  # fmt: skip
     """First the tile, by the sums of all, then the token in it."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
     place = tl.program_id(0)
     row, position = tl.load(inputs + place), tl.load(inputs + size + place)
     uniform = tl.load(inputs + 3 * size + place).to(tl.float32, bitcast=True)

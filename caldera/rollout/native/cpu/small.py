@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from caldera.rollout.native.cpu_attention import CompiledAttention
-from caldera.rollout.native.cpu_kernels import TILE, Matrices
-from caldera.rollout.native.layer_parts import LayerParts
-from caldera.rollout.native.packed_weights import SMALLEST, HeldWeight
+from caldera.rollout.native.cpu.attention import CompiledAttention
+from caldera.rollout.native.cpu.kernels import TILE, Matrices
+from caldera.rollout.native.cpu.weights import SMALLEST, HeldWeight
+from caldera.rollout.native.layers import LayerParts
 
 
 class TiledWeight(HeldWeight):

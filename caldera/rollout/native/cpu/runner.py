@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from caldera.models.attention import AttentionContext
 from caldera.models.forward import base_module, decoder_layers, language_head
 from caldera.rollout.native.cache import CacheShape, KVCache
-from caldera.rollout.native.cpu_attention import CompiledAttention
-from caldera.rollout.native.cpu_kernels import CpuKernels, cpu_kernels, why_not
-from caldera.rollout.native.lean import LeanTrunk, is_lean
-from caldera.rollout.native.packed_weights import SMALLEST, PackedWeight
+from caldera.rollout.native.cpu.attention import CompiledAttention
+from caldera.rollout.native.cpu.kernels import CpuKernels, cpu_kernels, why_not
+from caldera.rollout.native.cpu.lean import LeanTrunk, is_lean
+from caldera.rollout.native.cpu.weights import SMALLEST, PackedWeight
+from caldera.rollout.native.cuda.twin import STACKS, forget_pieces, put_joint, stackable
 from caldera.rollout.native.runner import Runner
 from caldera.rollout.native.steps import Step
 from caldera.rollout.native.trunk import plain_trunk
-from caldera.rollout.native.twin import STACKS, forget_pieces, put_joint, stackable
 
 logger = logging.getLogger(__name__)
 

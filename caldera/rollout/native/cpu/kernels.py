@@ -1,4 +1,4 @@
-"""`cpu_kernels.cpp`, compiled for this machine when it is first needed.
+"""`kernels.cpp`, compiled for this machine when it is first needed.
 
 PyTorch and Triton ask for a C++ compiler, too, when they compile. Without one, the sampler computes
 the same by PyTorch's operations.

@@ -17,11 +17,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from caldera.models.exact_norm import epsilon_of, kind_of
 from caldera.models.forward import base_module
-from caldera.rollout.native.cpu_attention import CompiledAttention
-from caldera.rollout.native.cpu_kernels import CpuKernels
-from caldera.rollout.native.layer_parts import LAYERS, LAYERS_WITH_HEAD_NORMS, LayerParts
-from caldera.rollout.native.packed_weights import PackedWeight
-from caldera.rollout.native.small import SmallLayer
+from caldera.rollout.native.cpu.attention import CompiledAttention
+from caldera.rollout.native.cpu.kernels import CpuKernels
+from caldera.rollout.native.cpu.small import SmallLayer
+from caldera.rollout.native.cpu.weights import PackedWeight
+from caldera.rollout.native.layers import LAYERS, LAYERS_WITH_HEAD_NORMS, LayerParts
 
 TRUNKS = (LlamaModel, Qwen2Model, Qwen3Model, MistralModel)
 

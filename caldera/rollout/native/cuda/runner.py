@@ -13,7 +13,8 @@ from caldera.models.forward import language_head
 from caldera.rollout.native.attention import to_device
 from caldera.rollout.native.blocks import IntArray
 from caldera.rollout.native.cache import CacheShape, KVCache
-from caldera.rollout.native.graphs import (
+from caldera.rollout.native.cuda.chains import CHAINED, UNCHAINED
+from caldera.rollout.native.cuda.graphs import (
     Chosen,
     DecodeGraphs,
     DeviceState,
@@ -21,14 +22,14 @@ from caldera.rollout.native.graphs import (
     ladder,
     step_inputs,
 )
+from caldera.rollout.native.cuda.twin import Twin, forget_pieces
 from caldera.rollout.native.runner import Output, Runner
 from caldera.rollout.native.sampler import SamplingRows, uniforms
 from caldera.rollout.native.steps import Decode, Prefill
 from caldera.rollout.native.trunk import attending, compiled_trunk, plain_trunk
-from caldera.rollout.native.twin import Twin, forget_pieces
 
 if TYPE_CHECKING:
-    from caldera.rollout.native.chained import ChainedSteps
+    from caldera.rollout.native.cuda.chained import ChainedSteps
 
 
 class CudaRunner(Runner):
@@ -79,7 +80,7 @@ class CudaRunner(Runner):
         return False
 
     def _chained_steps(self) -> ChainedSteps | None:
-        from caldera.rollout.native.chained import can_chain, chained_steps
+        from caldera.rollout.native.cuda.chained import can_chain, chained_steps
 
         if self._is_exact or not can_chain(self._device, self._dtype):
             return None
@@ -109,7 +110,7 @@ class CudaRunner(Runner):
         return exact
 
     def _prefill(self, step: Prefill, cache: KVCache, sampling: SamplingRows | None) -> Output:
-        from caldera.rollout.native.kernels import choose
+        from caldera.rollout.native.cuda.step_kernels import choose
 
         output = super()._prefill(step, cache, sampling)
         self._enter_tables(step)
@@ -149,7 +150,7 @@ class CudaRunner(Runner):
             self.newest.index_copy_(0, places, to_device(tokens[known], self._device))
 
     def _run_decode(self, inputs: Tensor) -> Chosen:
-        from caldera.rollout.native.kernels import begin_step, choose
+        from caldera.rollout.native.cuda.step_kernels import begin_step, choose
 
         state = self._state
         if self._chained is not None:
@@ -159,4 +160,5 @@ class CudaRunner(Runner):
             with attending(RecordedDecode(state, inputs)):
                 hidden = self._trunk(tokens, positions)
         logits = self._logits(hidden)
-        return Chosen(logits, choose(logits, inputs, state.newest, self._raw))
+        chain = UNCHAINED if self._chained is None else CHAINED
+        return Chosen(logits, choose(logits, inputs, state.newest, self._raw, chain))

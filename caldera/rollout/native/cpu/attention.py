@@ -9,8 +9,8 @@ from torch import Tensor
 from caldera.models.attention import AttentionLayer
 from caldera.rollout.native.blocks import PAGE_SIZE, IntArray, pages_for
 from caldera.rollout.native.cache import KVCache
-from caldera.rollout.native.cpu_kernels import CpuKernels, Layer, Matrices, Step
-from caldera.rollout.native.layer_parts import AttentionParts
+from caldera.rollout.native.cpu.kernels import CpuKernels, Layer, Matrices, Step
+from caldera.rollout.native.layers import AttentionParts
 from caldera.rollout.native.steps import Chunks, Decode, Prefill
 
 MOST_OF_A_PART = 4

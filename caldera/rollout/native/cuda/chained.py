@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -12,18 +11,11 @@ import triton
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from caldera.models.exact_norm import epsilon_of, kind_of
+from caldera.models.exact_norm import epsilon_of
 from caldera.models.forward import base_module, decoder_layers
-from caldera.rollout.native.attention_kernels import (
-    CHAINED,
-    CHAINED_LATE,
-    UNCHAINED,
-    Pages,
-    Turn,
-    attend_pages,
-)
 from caldera.rollout.native.blocks import PAGE_SIZE
-from caldera.rollout.native.chained_kernels import (
+from caldera.rollout.native.cuda.attention_kernels import Pages, Turn, attend_pages
+from caldera.rollout.native.cuda.chained_kernels import (
     begin_kernel,
     gate_kernel,
     parts_kernel,
@@ -31,15 +23,14 @@ from caldera.rollout.native.chained_kernels import (
     settle_kernel,
     tile_kernel,
 )
-from caldera.rollout.native.graphs import DeviceState
-from caldera.rollout.native.layer_parts import LAYERS, LAYERS_WITH_HEAD_NORMS
-from caldera.rollout.native.twin import joint_product
+from caldera.rollout.native.cuda.chains import CHAINED, CHAINED_LATE, UNCHAINED
+from caldera.rollout.native.cuda.graphs import DeviceState
+from caldera.rollout.native.cuda.layer_weights import LayerWeights, known_layers
 
-HEAD_WIDTHS = (64, 128)
-ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""Whose angle at a position is always the same."""
 MOST_ROWS, WIDEST, DEEPEST = 64, 1024, 8192
 """Sequences, hidden and inner size up to which products of our own are faster than cuBLAS's."""
+MOST_AT_ONCE = 16
+"""Sequences up to which programs may read all of a row of the hidden size at once."""
 SLABS, DEPTH = 4, 128
 """Two chunks of so many cells are all of the hidden size."""
 HEAD_DEPTH, INNER_DEPTH = 256, 512
@@ -77,25 +68,6 @@ DOWN = [
 MOST_IN_TILES = 512
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """The weights that the kernels read, which are the twin's."""
-
-    inward: Tensor  # ((Hq + 2 Hkv) D, H)
-    bias: Tensor | None
-    outward: Tensor  # (H, Hq D)
-    gates: Tensor  # (2 I, H)
-    down: Tensor  # (H, I)
-    before: Tensor  # (H,) the norms' weights
-    between: Tensor
-    head_norms: tuple[Tensor, Tensor] | tuple[None, None]  # (D,) of queries and keys
-
-    @property
-    def sizes(self) -> tuple[torch.Size, ...]:
-        matrices = (self.inward, self.outward, self.gates, self.down)
-        return tuple(matrix.shape for matrix in matrices)
-
-
 def can_chain(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether kernels may be begun early, and tiles of weights fit into what a program has."""
     is_half = dtype in (torch.bfloat16, torch.float16)
@@ -104,68 +76,17 @@ def can_chain(device: torch.device, dtype: torch.dtype) -> bool:
 
 def chained_steps(module: nn.Module, state: DeviceState) -> ChainedSteps | None:
     """Steps of the twin's module, if all its layers are of a shape that is known here."""
-    layers = [_known(layer) for layer in decoder_layers(module)]
-    trunk = cast(Any, base_module(module).base_model)
-    norm = getattr(trunk, "norm", None)
-    rotation = getattr(getattr(trunk, "rotary_emb", None), "rope_type", None)
-    if norm is None or kind_of(norm) is not False or None in layers or rotation not in ROTATIONS:
+    layers = known_layers(module)
+    steps = None if layers is None else ChainedSteps(module, layers, state)
+    if steps is None or steps.angles[0].shape[1] != steps.head_width:
         return None
-    known = cast(list[_Layer], layers)
-    if len({layer.sizes for layer in known}) > 1 or len(_numbers(module, norm)) > 1:
-        return None  # a step has room for layers of one size
-    steps = ChainedSteps(module, known, state)
-    return steps if steps.angles[0].shape[1] == steps.head_width else None
-
-
-def _numbers(module: nn.Module, last: nn.Module) -> set[tuple[float, ...]]:
-    """What is added to squares and multiplies scores, in all layers and the last norm."""
-    found: set[tuple[float, ...]] = set()
-    for layer in cast(list[Any], decoder_layers(module)):
-        found |= {(epsilon_of(norm), layer.self_attn.scaling) for norm in (*_norms(layer), last)}
-    return found
-
-
-def _norms(layer: Any) -> list[Any]:
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    if type(layer) in LAYERS_WITH_HEAD_NORMS:
-        norms += [layer.self_attn.q_norm, layer.self_attn.k_norm]
-    return norms
-
-
-def _known(layer: nn.Module) -> _Layer | None:
-    if type(layer) not in LAYERS + LAYERS_WITH_HEAD_NORMS:
-        return None
-    parts = cast(Any, layer)
-    attention, mlp = parts.self_attn, parts.mlp
-    is_mistral = type(layer).__name__.startswith("Mistral")
-    window = getattr(attention.config if is_mistral else attention, "sliding_window", None)
-    inward, gates = joint_product(attention, "q_proj"), joint_product(mlp, "gate_proj")
-    outward, down = attention.o_proj, mlp.down_proj
-    if inward is None or gates is None or gates.bias is not None or window is not None:
-        return None
-    plain = all(type(each) is nn.Linear and each.bias is None for each in (outward, down))
-    norms = _norms(parts)
-    width, inner = gates.weight.shape[1], gates.weight.shape[0] // 2
-    fits = (
-        plain
-        and all(kind_of(norm) is False for norm in norms)
-        and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
-        and attention.head_dim in HEAD_WIDTHS
-        and width % 16 == 0 and inner % 16 == 0
-    )  # fmt: skip
-    if not fits:
-        return None
-    before, between, *heads = (norm.weight for norm in norms)
-    return _Layer(
-        inward.weight, inward.bias, outward.weight, gates.weight, down.weight, before, between,
-        (heads[0], heads[1]) if heads else (None, None),
-    )  # fmt: skip
+    return steps
 
 
 class ChainedSteps:
     """From the inputs (5, B) of a recorded step to normed hidden states, (B, H)."""
 
-    def __init__(self, module: nn.Module, layers: list[_Layer], state: DeviceState) -> None:
+    def __init__(self, module: nn.Module, layers: list[LayerWeights], state: DeviceState) -> None:
         trunk = cast(Any, base_module(module).base_model)
         self.layers = layers
         self.state = state
@@ -185,14 +106,15 @@ class ChainedSteps:
         norms = [layer.before for layer in self.layers[1:]] + [self.last_norm]
         step = self._kind(inputs.shape[1])(self, inputs)
         for number, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
-            found = step.attend(step.heads(layer), layer, number)
-            step.settle(step.outward(found, layer), layer.between)
+            step.take_in(step.attend(step.heads(layer), layer, number), layer)
             step.settle(step.down(step.gated(layer), layer), norm)
         return step.normed
 
     def _kind(self, size: int) -> type[_Step]:
         if not self.is_small or size > MOST_IN_TILES:
             return _ManyRows
+        if size <= MOST_AT_ONCE and self.layers[0].outward.shape[1] <= WIDEST:
+            return _FewestRows
         return _FewRows if size <= MOST_ROWS else _SomeRows
 
 
@@ -226,14 +148,14 @@ class _Step(ABC):
             WIDTH_PADDED=triton.next_power_of_2(width), PAGE=PAGE_SIZE, num_warps=4,
         )  # fmt: skip
 
-    def heads(self, layer: _Layer) -> Tensor:
+    def heads(self, layer: LayerWeights) -> Tensor:
         """Queries, keys and values, (B, Hq + 2 Hkv, D)."""
         found = self._inward(layer)
         if self._hidden.is_cuda:
             self._chain = CHAINED
         return found.view(self._size, -1, self._steps.head_width)
 
-    def attend(self, heads: Tensor, layer: _Layer, number: int) -> Tensor:
+    def attend(self, heads: Tensor, layer: LayerWeights, number: int) -> Tensor:
         steps = self._steps
         pages = Pages(steps.state.pointers[number], self._inputs, steps.state.tables)
         (cosine, sine), (query_norm, key_norm) = steps.angles, layer.head_norms
@@ -245,20 +167,24 @@ class _Step(ABC):
         )  # fmt: skip
         return found.view(self._size, -1)
 
+    def take_in(self, found: Tensor, layer: LayerWeights) -> None:
+        """Let what attention found become part of the hidden states."""
+        self.settle(self._outward(found, layer), layer.between)
+
     @abstractmethod
-    def _inward(self, layer: _Layer) -> Tensor:
+    def _inward(self, layer: LayerWeights) -> Tensor:
         """From the normed states to heads, (B, (Hq + 2 Hkv) D)."""
 
     @abstractmethod
-    def outward(self, found: Tensor, layer: _Layer) -> Tensor:
+    def _outward(self, found: Tensor, layer: LayerWeights) -> Tensor:
         """What is to be added to the hidden states, in parts, (P, B, H)."""
 
     @abstractmethod
-    def gated(self, layer: _Layer) -> Tensor:
+    def gated(self, layer: LayerWeights) -> Tensor:
         """From the normed states to what goes into the last product, (B, I)."""
 
     @abstractmethod
-    def down(self, gated: Tensor, layer: _Layer) -> Tensor:
+    def down(self, gated: Tensor, layer: LayerWeights) -> Tensor:
         """What is to be added to the hidden states, in parts, (P, B, H)."""
 
     def settle(self, parts: Tensor, scale: Tensor) -> None:
@@ -277,13 +203,13 @@ class _ManyRows(_Step):
 
     preloads = False
 
-    def _inward(self, layer: _Layer) -> Tensor:
+    def _inward(self, layer: LayerWeights) -> Tensor:
         return F.linear(self.normed, layer.inward, layer.bias)
 
-    def outward(self, found: Tensor, layer: _Layer) -> Tensor:
+    def _outward(self, found: Tensor, layer: LayerWeights) -> Tensor:
         return F.linear(found, layer.outward)[None]
 
-    def gated(self, layer: _Layer) -> Tensor:
+    def gated(self, layer: LayerWeights) -> Tensor:
         both = F.linear(self.normed, layer.gates)
         width = both.shape[1] // 2
         out = both.new_empty(self._size, width)
@@ -292,7 +218,7 @@ class _ManyRows(_Step):
         )
         return out
 
-    def down(self, gated: Tensor, layer: _Layer) -> Tensor:
+    def down(self, gated: Tensor, layer: LayerWeights) -> Tensor:
         return F.linear(gated, layer.down)[None]
 
 
@@ -301,13 +227,13 @@ class _SomeRows(_ManyRows):
 
     settles = CHAINED_LATE
 
-    def _inward(self, layer: _Layer) -> Tensor:
+    def _inward(self, layer: LayerWeights) -> Tensor:
         return self._product(self.normed, layer.inward, INWARD, layer.bias)[0]
 
-    def outward(self, found: Tensor, layer: _Layer) -> Tensor:
+    def _outward(self, found: Tensor, layer: LayerWeights) -> Tensor:
         return self._product(found, layer.outward, OUTWARD)
 
-    def down(self, gated: Tensor, layer: _Layer) -> Tensor:
+    def down(self, gated: Tensor, layer: LayerWeights) -> Tensor:
         return self._product(gated, layer.down, DOWN)
 
     def _product(
@@ -338,39 +264,47 @@ class _FewRows(_Step):
         super().__init__(steps, inputs)
         self._rows = max(8, triton.next_power_of_2(self._size))
 
-    def _inward(self, layer: _Layer) -> Tensor:
-        columns = 16 if self._rows <= 16 else 0
-        return self._product(layer.inward, layer.bias, len(layer.inward), columns, 4)
+    def _inward(self, layer: LayerWeights) -> Tensor:
+        out = self.normed.new_empty(self._size, len(layer.inward))
+        self._product(self.normed, layer.inward, out, 16 if self._rows <= 16 else 0, layer.bias)
+        return out
 
-    def outward(self, found: Tensor, layer: _Layer) -> Tensor:
+    def _outward(self, found: Tensor, layer: LayerWeights) -> Tensor:
         return self._in_parts(found, layer.outward, HEAD_DEPTH, 4)
 
-    def gated(self, layer: _Layer) -> Tensor:
-        columns, stages = 32 if self._rows == 8 else 0, 5 if self._rows <= 16 else 3
-        return self._product(layer.gates, None, layer.down.shape[1], columns, stages, gated=True)
+    def gated(self, layer: LayerWeights) -> Tensor:
+        return self._gated(self.normed, layer, None)
 
-    def down(self, gated: Tensor, layer: _Layer) -> Tensor:
+    def _gated(self, values: Tensor, layer: LayerWeights, norm: Tensor | None) -> Tensor:
+        out = values.new_empty(self._size, layer.down.shape[1])
+        at_once = 32 if self._rows == 8 else 0
+        self._product(values, layer.gates, out, at_once, norm=norm, gated=True)
+        return out
+
+    def down(self, gated: Tensor, layer: LayerWeights) -> Tensor:
         return self._in_parts(gated, layer.down, INNER_DEPTH, 8)
 
     def _product(
         self,
+        values: Tensor,
         weight: Tensor,
-        bias: Tensor | None,
-        width: int,
+        out: Tensor,
         at_once: int,
-        stages: int,
+        bias: Tensor | None = None,
+        norm: Tensor | None = None,
         gated: bool = False,
-    ) -> Tensor:
-        """`at_once`: columns of a program that reads all of them at once; 0 for none, which reads
-        so many blocks ahead."""
+        added: bool = False,
+    ) -> None:
+        """values (B, K) by weight (N, K). `at_once`: columns of a program that reads all of them at
+        once; 0 for none, which reads some blocks ahead."""
         columns = at_once or COLUMNS
-        out = weight.new_empty(self._size, width)
         product_kernel[(triton.cdiv(len(weight), columns),)](
-            self.normed, weight, bias, out, self._size, width, K=weight.shape[1], COLUMNS=columns,
-            ROWS=self._rows, DEPTH=DEPTH, SLABS=SLABS if at_once else 0, GATED=gated,
-            BIASED=bias is not None, STAGES=stages, num_warps=4, **self._chain,
+            values, weight, bias, norm, out, self._size, out.shape[1], self._steps.epsilon,
+            K=weight.shape[1], COLUMNS=columns, ROWS=self._rows, DEPTH=DEPTH,
+            SLABS=SLABS if at_once else 0, GATED=gated, BIASED=bias is not None,
+            NORMED=norm is not None, ADDED=added, num_warps=4,
+            STAGES=4 if not gated else 5 if self._rows <= 16 else 3, **self._chain,
         )  # fmt: skip
-        return out
 
     def _in_parts(self, values: Tensor, weight: Tensor, depth: int, warps: int) -> Tensor:
         """values (B, K) by weight (N, K), as the sum of what is returned, (P, B, N)."""
@@ -383,3 +317,13 @@ class _FewRows(_Step):
             DEPTH=depth, num_warps=warps, **self._chain,
         )  # fmt: skip
         return parts
+
+
+class _FewestRows(_FewRows):
+    """What attention found is added at once, and normed by the product that follows."""
+
+    def take_in(self, found: Tensor, layer: LayerWeights) -> None:
+        self._product(found, layer.outward, self._hidden, 16, added=True)
+
+    def gated(self, layer: LayerWeights) -> Tensor:
+        return self._gated(self._hidden, layer, layer.between)

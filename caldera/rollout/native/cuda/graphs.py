@@ -68,7 +68,7 @@ class RecordedDecode:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        from caldera.rollout.native.attention_kernels import Pages, attend_pages, keep
+        from caldera.rollout.native.cuda.attention_kernels import Pages, attend_pages, keep
 
         inputs, tables = self._inputs, self._state.tables
         pointers = self._state.pointers[layer.layer_idx]

@@ -1,0 +1,1 @@
+"""Steps on CPUs: packed weights and compiled kernels."""

@@ -1,0 +1,1 @@
+"""Decode steps on CUDA: recorded, chained, and sampled on the device."""

@@ -1,0 +1,1 @@
+"""One sampler over several ranks."""

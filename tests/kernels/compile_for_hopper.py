@@ -1,0 +1,129 @@
+"""Compiles the kernels of chained steps for a Hopper GPU, which need not be there.
+
+Prints a line for each; ends with an error where one cannot be compiled, or wants more memory than a
+program has. `test_compilation.py` runs this, for it must not be in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from caldera.rollout.native.cuda import attention_kernels, chained, chained_kernels
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 232448
+HALF = "*bf16"
+POINTERS = {
+    "pointers": "*i64", "inputs": "*i32", "tables": "*i32", "newest": "*i64",
+    "partial": "*fp32", "weight": HALF, "parts": "*fp32",
+}  # fmt: skip
+FLOATS = ("epsilon", "scale")
+NUMBERS = ("size", "width", "span", "columns", "window")
+POINTER_NAMES = (
+    "query", "key", "value", "cosine", "sine", "query_norm", "key_norm", "values", "bias", "out",
+    "embedding", "hidden", "normed", "both",
+)  # fmt: skip
+
+
+def type_of(name: str) -> str:
+    if name in POINTER_NAMES or name in POINTERS:
+        return POINTERS.get(name, HALF)
+    return "fp32" if name in FLOATS else "i32"
+
+
+def compile_kernel(
+    kernel: Any, constants: dict[str, Any], types: dict[str, str] | None = None, **options: Any
+) -> None:
+    signature: dict[str, str] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for place, name in enumerate(kernel.arg_names):
+        signature[name] = (
+            "constexpr" if name in constants else (types or {}).get(name, type_of(name))
+        )
+        if name not in constants and signature[name] != "fp32":  # as addresses and sizes here are
+            attributes[place,] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=HOPPER, options={"enable_fp_fusion": True, **options})
+    shared = compiled.metadata.shared
+    sys.stdout.write(f"{kernel.__name__} {options} {shared} bytes\n")
+    assert shared <= SHARED_MEMORY, (kernel.__name__, constants, shared)
+
+
+def compile_attention() -> None:
+    for width in (64, 128):
+        for programs in (*(most for most, _ in attention_kernels.PLANS), 4096):
+            plan = attention_kernels.plan(programs, 1, width)
+            constants = {
+                "HEADS": 2, "GROUP": 7, "GROUP_PADDED": 16, "WIDTH": width, "WIDTH_PADDED": width,
+                "PAGE": 16, "KEYS": plan.keys, "SPLITS": plan.splits, "WINDOWED": False,
+                "ROTATED": True, "NORMED": width == 128, "PRELOADED": programs <= 128, "CHAINED": 1,
+            }  # fmt: skip
+            if width == 64:
+                constants |= {"query_norm": None, "key_norm": None}
+            types = {"scale": "fp32", "weight": "*fp32"}
+            if plan.splits == 1:
+                types |= {"partial": HALF, "weight": HALF}
+            compile_kernel(
+                attention_kernels.attention_kernel, constants, types,
+                num_warps=plan.warps, num_stages=plan.stages,
+            )  # fmt: skip
+
+
+def compile_products() -> None:
+    for rows, columns, slabs, stages, gated, normed, added in (
+        (8, 32, 4, 5, True, True, False), (16, 64, 0, 5, True, True, False),
+        (64, 64, 0, 3, True, False, False), (16, 16, 4, 4, False, False, False),
+        (16, 16, 4, 4, False, False, True), (64, 64, 0, 4, False, False, False),
+    ):  # fmt: skip
+        constants = {
+            "K": 896, "COLUMNS": columns, "ROWS": rows, "DEPTH": chained.DEPTH, "SLABS": slabs,
+            "GATED": gated, "BIASED": not (gated or added), "NORMED": normed, "ADDED": added,
+            "STAGES": stages, "CHAINED": 1,
+        }  # fmt: skip
+        constants |= {"bias": None} if gated or added else {}
+        constants |= {} if normed else {"scale": None}
+        compile_kernel(chained_kernels.product_kernel, constants, {"scale": HALF}, num_warps=4)
+    tiles = {"INWARD": (chained.INWARD, 896), "OUTWARD": (chained.OUTWARD, 896),
+             "DOWN": (chained.DOWN, 4864)}  # fmt: skip
+    for name, (every, depth) in tiles.items():
+        for tile in every:
+            constants = {
+                "K": depth, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth,
+                "BIASED": name == "INWARD", "STAGES": tile.stages, "CHAINED": 1,
+            }  # fmt: skip
+            constants |= {} if name == "INWARD" else {"bias": None}
+            types = {"out": "*fp32"} if tile.parts > 1 else {}
+            compile_kernel(chained_kernels.tile_kernel, constants, types, num_warps=tile.warps)
+    for depth, rows, columns, warps in (
+        (chained.HEAD_DEPTH, 64, 128, 4), (chained.INNER_DEPTH, 64, 128, 8),
+        (chained.INNER_DEPTH, 8, 64, 8),
+    ):  # fmt: skip
+        constants = {
+            "K": 4864, "COLUMNS": columns, "ROWS": rows, "DEPTH": depth, "CHAINED": 1
+        }  # fmt: skip
+        compile_kernel(chained_kernels.parts_kernel, constants, num_warps=warps)
+
+
+def compile_the_rest() -> None:
+    widths = {"WIDTH": 896, "WIDTH_PADDED": 1024}
+    types = {"scale": HALF}
+    compile_kernel(chained_kernels.begin_kernel, {**widths, "PAGE": 16}, types, num_warps=4)
+    for parts, when in ((1, 1), (7, 2)):
+        constants = {**widths, "PARTS": parts, "PARTS_PADDED": 8 if parts > 1 else 1}
+        parts_type = {} if parts > 1 else {"parts": HALF}
+        compile_kernel(
+            chained_kernels.settle_kernel, {**constants, "CHAINED": when}, types | parts_type,
+            num_warps=8,
+        )  # fmt: skip
+    compile_kernel(chained_kernels.gate_kernel, {"BLOCK": 1024, "CHAINED": 1}, num_warps=4)
+
+
+if __name__ == "__main__":
+    compile_attention()
+    compile_products()
+    compile_the_rest()

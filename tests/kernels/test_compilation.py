@@ -1,0 +1,21 @@
+"""The kernels of chained steps are compiled for a Hopper GPU, whether or not there is one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_kernels_are_compiled_for_hopper(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_for_hopper.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True,
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = done.stdout
+    for kernel in ("attention", "product", "tile", "parts", "begin", "settle", "gate"):
+        assert f"{kernel}_kernel" in told
