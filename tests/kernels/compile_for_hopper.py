@@ -75,19 +75,16 @@ def compile_attention() -> None:
 
 
 def compile_products() -> None:
-    for rows, columns, slabs, stages, gated, normed, added in (
-        (8, 32, 4, 5, True, True, False), (16, 64, 0, 5, True, True, False),
-        (64, 64, 0, 3, True, False, False), (16, 16, 4, 4, False, False, False),
-        (16, 16, 4, 4, False, False, True), (64, 64, 0, 4, False, False, False),
+    for rows, columns, slabs, stages, gated in (
+        (8, 32, 4, 5, True), (16, 64, 0, 5, True), (64, 64, 0, 3, True),
+        (16, 16, 4, 4, False), (64, 64, 0, 4, False),
     ):  # fmt: skip
         constants = {
             "K": 896, "COLUMNS": columns, "ROWS": rows, "DEPTH": chained.DEPTH, "SLABS": slabs,
-            "GATED": gated, "BIASED": not (gated or added), "NORMED": normed, "ADDED": added,
-            "STAGES": stages, "CHAINED": 1,
+            "GATED": gated, "BIASED": not gated, "STAGES": stages, "CHAINED": 1,
         }  # fmt: skip
-        constants |= {"bias": None} if gated or added else {}
-        constants |= {} if normed else {"scale": None}
-        compile_kernel(chained_kernels.product_kernel, constants, {"scale": HALF}, num_warps=4)
+        constants |= {"bias": None} if gated else {}
+        compile_kernel(chained_kernels.product_kernel, constants, num_warps=4)
     tiles = {"INWARD": (chained.INWARD, 896), "OUTWARD": (chained.OUTWARD, 896),
              "DOWN": (chained.DOWN, 4864)}  # fmt: skip
     for name, (every, depth) in tiles.items():

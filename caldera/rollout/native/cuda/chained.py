@@ -29,8 +29,6 @@ from caldera.rollout.native.cuda.layer_weights import LayerWeights, known_layers
 
 MOST_ROWS, WIDEST, DEEPEST = 64, 1024, 8192
 """Sequences, hidden and inner size up to which products of our own are faster than cuBLAS's."""
-MOST_AT_ONCE = 16
-"""Sequences up to which programs may read all of a row of the hidden size at once."""
 SLABS, DEPTH = 4, 128
 """Two chunks of so many cells are all of the hidden size."""
 HEAD_DEPTH, INNER_DEPTH = 256, 512
@@ -106,15 +104,14 @@ class ChainedSteps:
         norms = [layer.before for layer in self.layers[1:]] + [self.last_norm]
         step = self._kind(inputs.shape[1])(self, inputs)
         for number, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
-            step.take_in(step.attend(step.heads(layer), layer, number), layer)
+            found = step.attend(step.heads(layer), layer, number)
+            step.settle(step.outward(found, layer), layer.between)
             step.settle(step.down(step.gated(layer), layer), norm)
         return step.normed
 
     def _kind(self, size: int) -> type[_Step]:
         if not self.is_small or size > MOST_IN_TILES:
             return _ManyRows
-        if size <= MOST_AT_ONCE and self.layers[0].outward.shape[1] <= WIDEST:
-            return _FewestRows
         return _FewRows if size <= MOST_ROWS else _SomeRows
 
 
@@ -167,16 +164,12 @@ class _Step(ABC):
         )  # fmt: skip
         return found.view(self._size, -1)
 
-    def take_in(self, found: Tensor, layer: LayerWeights) -> None:
-        """Let what attention found become part of the hidden states."""
-        self.settle(self._outward(found, layer), layer.between)
-
     @abstractmethod
     def _inward(self, layer: LayerWeights) -> Tensor:
         """From the normed states to heads, (B, (Hq + 2 Hkv) D)."""
 
     @abstractmethod
-    def _outward(self, found: Tensor, layer: LayerWeights) -> Tensor:
+    def outward(self, found: Tensor, layer: LayerWeights) -> Tensor:
         """What is to be added to the hidden states, in parts, (P, B, H)."""
 
     @abstractmethod
@@ -206,7 +199,7 @@ class _ManyRows(_Step):
     def _inward(self, layer: LayerWeights) -> Tensor:
         return F.linear(self.normed, layer.inward, layer.bias)
 
-    def _outward(self, found: Tensor, layer: LayerWeights) -> Tensor:
+    def outward(self, found: Tensor, layer: LayerWeights) -> Tensor:
         return F.linear(found, layer.outward)[None]
 
     def gated(self, layer: LayerWeights) -> Tensor:
@@ -230,7 +223,7 @@ class _SomeRows(_ManyRows):
     def _inward(self, layer: LayerWeights) -> Tensor:
         return self._product(self.normed, layer.inward, INWARD, layer.bias)[0]
 
-    def _outward(self, found: Tensor, layer: LayerWeights) -> Tensor:
+    def outward(self, found: Tensor, layer: LayerWeights) -> Tensor:
         return self._product(found, layer.outward, OUTWARD)
 
     def down(self, gated: Tensor, layer: LayerWeights) -> Tensor:
@@ -265,46 +258,38 @@ class _FewRows(_Step):
         self._rows = max(8, triton.next_power_of_2(self._size))
 
     def _inward(self, layer: LayerWeights) -> Tensor:
-        out = self.normed.new_empty(self._size, len(layer.inward))
-        self._product(self.normed, layer.inward, out, 16 if self._rows <= 16 else 0, layer.bias)
-        return out
+        at_once = 16 if self._rows <= 16 else 0
+        return self._product(layer.inward, layer.bias, len(layer.inward), at_once, stages=4)
 
-    def _outward(self, found: Tensor, layer: LayerWeights) -> Tensor:
+    def outward(self, found: Tensor, layer: LayerWeights) -> Tensor:
         return self._in_parts(found, layer.outward, HEAD_DEPTH, 4)
 
     def gated(self, layer: LayerWeights) -> Tensor:
-        return self._gated(self.normed, layer, None)
-
-    def _gated(self, values: Tensor, layer: LayerWeights, norm: Tensor | None) -> Tensor:
-        out = values.new_empty(self._size, layer.down.shape[1])
-        at_once = 32 if self._rows == 8 else 0
-        self._product(values, layer.gates, out, at_once, norm=norm, gated=True)
-        return out
+        at_once, stages = 32 if self._rows == 8 else 0, 5 if self._rows <= 16 else 3
+        return self._product(layer.gates, None, layer.down.shape[1], at_once, stages, gated=True)
 
     def down(self, gated: Tensor, layer: LayerWeights) -> Tensor:
         return self._in_parts(gated, layer.down, INNER_DEPTH, 8)
 
     def _product(
         self,
-        values: Tensor,
         weight: Tensor,
-        out: Tensor,
+        bias: Tensor | None,
+        width: int,
         at_once: int,
-        bias: Tensor | None = None,
-        norm: Tensor | None = None,
+        stages: int,
         gated: bool = False,
-        added: bool = False,
-    ) -> None:
-        """values (B, K) by weight (N, K). `at_once`: columns of a program that reads all of them at
-        once; 0 for none, which reads some blocks ahead."""
+    ) -> Tensor:
+        """The normed states by a weight, (B, width). `at_once`: columns of a program that reads all
+        of them at once; 0 for none, which reads so many blocks ahead."""
         columns = at_once or COLUMNS
+        out = weight.new_empty(self._size, width)
         product_kernel[(triton.cdiv(len(weight), columns),)](
-            values, weight, bias, norm, out, self._size, out.shape[1], self._steps.epsilon,
-            K=weight.shape[1], COLUMNS=columns, ROWS=self._rows, DEPTH=DEPTH,
-            SLABS=SLABS if at_once else 0, GATED=gated, BIASED=bias is not None,
-            NORMED=norm is not None, ADDED=added, num_warps=4,
-            STAGES=4 if not gated else 5 if self._rows <= 16 else 3, **self._chain,
+            self.normed, weight, bias, out, self._size, width, K=weight.shape[1], COLUMNS=columns,
+            ROWS=self._rows, DEPTH=DEPTH, SLABS=SLABS if at_once else 0, GATED=gated,
+            BIASED=bias is not None, STAGES=stages, num_warps=4, **self._chain,
         )  # fmt: skip
+        return out
 
     def _in_parts(self, values: Tensor, weight: Tensor, depth: int, warps: int) -> Tensor:
         """values (B, K) by weight (N, K), as the sum of what is returned, (P, B, N)."""
@@ -317,13 +302,3 @@ class _FewRows(_Step):
             DEPTH=depth, num_warps=warps, **self._chain,
         )  # fmt: skip
         return parts
-
-
-class _FewestRows(_FewRows):
-    """What attention found is added at once, and normed by the product that follows."""
-
-    def take_in(self, found: Tensor, layer: LayerWeights) -> None:
-        self._product(found, layer.outward, self._hidden, 16, added=True)
-
-    def gated(self, layer: LayerWeights) -> Tensor:
-        return self._gated(self._hidden, layer, layer.between)

@@ -41,32 +41,6 @@ def _slabs(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _dot(
-    found: tl.tensor, squares: tl.tensor, matrix: tl.tensor, x: tl.tensor, factor: tl.tensor,
-    NORMED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Add matrix (..., N, K) by x (..., B, K) to found, and the squares of x to (..., B).
-
-    NORMED: x is multiplied by its norm's weights (..., K); the rest of the norm is for the end.
-    """
-    if NORMED:
-        wide = x.to(tl.float32)
-        squares += tl.sum(wide * wide, len(x.shape) - 1)
-        x = (wide * tl.expand_dims(factor, len(x.shape) - 2)).to(x.dtype)
-    x = tl.permute(x, (0, 2, 1)) if len(x.shape) == 3 else tl.trans(x)
-    return tl.dot(matrix, x, found, input_precision="ieee"), squares
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _factors(scale: tl.tensor, k: tl.tensor, K: tl.constexpr, NORMED: tl.constexpr) -> tl.tensor:
-    """A norm's weights."""
-    if NORMED:
-        return tl.load(scale + k, mask=k < K, other=0.0).to(tl.float32)
-    else:
-        return 0.0
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _columns(
     width: tl.tensor, COLUMNS: tl.constexpr, GATED: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -81,36 +55,15 @@ def _columns(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_product(
-    both: tl.tensor, cell: tl.tensor, out: tl.tensor, size: tl.tensor, width: tl.tensor,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr,
-) -> None:  # fmt: skip
-    """A product (COLUMNS, ROWS)."""
-    row = tl.arange(0, ROWS)
-    if GATED:
-        pairs = tl.permute(tl.reshape(both, (2, COLUMNS // 2, ROWS)), (1, 2, 0))
-        one, two = tl.split(pairs)
-        both = one * tl.sigmoid(one) * two
-        cell = tl.program_id(0) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
-    target = out + row[None, :] * width + cell[:, None]
-    kept = (row < size)[None, :] & (cell < width)[:, None]
-    if ADDED:
-        both += tl.load(target, mask=kept, other=0.0).to(tl.float32)
-    tl.store(target, both.to(out.dtype.element_ty), mask=kept)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def product_kernel(
-    values: tl.tensor, weight: tl.tensor, bias: tl.tensor, scale: tl.tensor, out: tl.tensor,
-    size: tl.tensor, width: tl.tensor, epsilon: tl.tensor, K: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, SLABS: tl.constexpr, GATED: tl.constexpr,
-    BIASED: tl.constexpr, NORMED: tl.constexpr, ADDED: tl.constexpr, STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    values: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, size: tl.tensor,
+    width: tl.tensor, K: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    DEPTH: tl.constexpr, SLABS: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
+    STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ) -> None:  # fmt: skip
     """values (B, K) by COLUMNS rows of the weight a program, to out (B, width).
 
     GATED: by rows c and c + width of the weight (2 * width, K); SiLU of the first by the second.
-    NORMED: the values are normed first, with the weights `scale` (K,). ADDED: to what is in out.
     SLABS: all of K is in two chunks of so many, which are read before the wait; 0: in a loop.
     """
     if CHAINED:
@@ -122,9 +75,6 @@ def product_kernel(
     if SLABS > 0:
         one_weight = _slabs(weight, column, every, 0, K, SLABS, DEPTH)
         two_weight = _slabs(weight, column, every, SLABS * DEPTH, K, SLABS, DEPTH)
-        k = (tl.arange(0, SLABS) * DEPTH)[:, None] + tl.arange(0, DEPTH)[None, :]
-        one_factor = _factors(scale, k, K, NORMED)
-        two_factor = _factors(scale, k + SLABS * DEPTH, K, NORMED)
     if BIASED:
         added = tl.load(bias + column, mask=every, other=0.0).to(tl.float32)
     if CHAINED:
@@ -132,24 +82,25 @@ def product_kernel(
     if SLABS > 0:
         one_x = _slabs(values, row, here, 0, K, SLABS, DEPTH)
         two_x = _slabs(values, row, here, SLABS * DEPTH, K, SLABS, DEPTH)
-        found = tl.zeros([SLABS, COLUMNS, ROWS], tl.float32)
-        squares = tl.zeros([SLABS, ROWS], tl.float32)
-        found, squares = _dot(found, squares, one_weight, one_x, one_factor, NORMED)
-        found, squares = _dot(found, squares, two_weight, two_x, two_factor, NORMED)
-        both, square = tl.sum(found, 0), tl.sum(squares, 0)  # (COLUMNS, ROWS), (ROWS,)
+        found = tl.dot(one_weight, tl.permute(one_x, (0, 2, 1)), input_precision="ieee")
+        found = tl.dot(two_weight, tl.permute(two_x, (0, 2, 1)), found, input_precision="ieee")
+        both = tl.sum(found, 0)  # (COLUMNS, ROWS)
     else:
         both = tl.zeros([COLUMNS, ROWS], tl.float32)
-        square = tl.zeros([ROWS], tl.float32)
         for start in tl.range(0, K, DEPTH, num_stages=STAGES):
             matrix = _block(weight, column, every, start, K, DEPTH)
             x = _block(values, row, here, start, K, DEPTH)
-            factor = _factors(scale, start + tl.arange(0, DEPTH), K, NORMED)
-            both, square = _dot(both, square, matrix, x, factor, NORMED)
-    if NORMED:
-        both *= tl.rsqrt(square / K + epsilon)[None, :]
+            both = tl.dot(matrix, tl.trans(x), both, input_precision="ieee")
     if BIASED:
         both += added[:, None]
-    _store_product(both, cell, out, size, width, COLUMNS, ROWS, GATED, ADDED)
+    if GATED:
+        pairs = tl.permute(tl.reshape(both, (2, COLUMNS // 2, ROWS)), (1, 2, 0))
+        one, two = tl.split(pairs)
+        both = one * tl.sigmoid(one) * two
+        cell = tl.program_id(0) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+    target = out + row[None, :] * width + cell[:, None]
+    kept = here[None, :] & (cell < width)[:, None]
+    tl.store(target, both.to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
