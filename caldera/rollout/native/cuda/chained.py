@@ -64,6 +64,7 @@ DOWN = [
     Tiles(512, 128, 128, 64, 4, 4, 4),
 ]  # fmt: skip
 MOST_IN_TILES = 512
+"""Sequences up to which tiles are no slower than cuBLAS's products."""
 
 
 def can_chain(device: torch.device, dtype: torch.dtype) -> bool:
@@ -129,6 +130,7 @@ class _Step(ABC):
     preloads: ClassVar[bool]
     """Whether what comes before attention is begun early, so that keys may be read meanwhile."""
     settles: ClassVar[Mapping[str, int]] = CHAINED
+    """How sums and norms are launched."""
 
     def __init__(self, steps: ChainedSteps, inputs: Tensor) -> None:
         self._steps = steps
