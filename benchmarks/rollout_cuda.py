@@ -35,6 +35,7 @@ from caldera.protocol import DataProto, tensors_of
 from caldera.rollout import ROLLOUTS, Rollout
 from caldera.rollout.base import Completion, Request, SamplingParams
 from caldera.rollout.batch import completions_to_batch
+from caldera.rollout.native.blocks import PAGE_SIZE
 from caldera.workers.sharding_manager import ShardingManager
 
 CUDA = torch.device("cuda")
@@ -144,7 +145,7 @@ def tell_speeds(shape: str, module: nn.Module, arguments: argparse.Namespace) ->
         "1,024 x 256": requests([MEAN] * 1024, vocabulary),
         "1,024 long-tailed": requests(long_tail(1024), vocabulary),
     }
-    native = sampler_of("native", module)
+    native: Any = sampler_of("native", module)
     start = time.perf_counter()
     native.generate(requests([8] * 8, vocabulary))
     torch.cuda.synchronize()
@@ -153,7 +154,7 @@ def tell_speeds(shape: str, module: nn.Module, arguments: argparse.Namespace) ->
     for name, found in speeds.items():
         say(f"native  {name:18s} {found:10,.0f} tokens/s")
     lengths = {"1,024 x 256": [MEAN] * 1024, "1,024 long-tailed": long_tail(1024)}
-    bytes_of = token_bytes(native)
+    bytes_of = native._cache_shape.page_bytes // PAGE_SIZE
     floors = {name: sum(each) / floor(module, bytes_of, each) for name, each in lengths.items()}
     for name, found in floors.items():
         say(f"floor   {name:18s} {found:10,.0f} tokens/s   native {speeds[name] / found:.2f} of it")
@@ -174,18 +175,11 @@ def tell_speeds(shape: str, module: nn.Module, arguments: argparse.Namespace) ->
         say(f"native over hf: {speeds['256 x 256'] / found:.1f}")
 
 
-def token_bytes(native: Any) -> int:
-    """Of the keys and values of a token."""
-    shape = native._cache_shape
-    count: int = 2 * shape.layers * shape.heads * shape.head_dim * 2
-    return count
-
-
 def tell_steps(native: Any) -> None:
     """A decode step at a context of 384 tokens, beside reading weights and cache."""
     graphs, state, module = native._runner._graphs, native._runner._state, native.module
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
-    token = token_bytes(native)
+    token = native._cache_shape.page_bytes // PAGE_SIZE
     for size in (4, 8, 16, 32, 64, 128, 256, 512, 1024):
         inputs = np.zeros((5, size), dtype=np.int32)
         inputs[0], inputs[1], inputs[4] = np.arange(size), 384, np.float32(1).view(np.int32)

@@ -95,14 +95,21 @@ def test_recorded_steps_sample_what_plain_ones_do(family: str, keys: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("family", "rows"), [*(("qwen2", rows) for rows in (3, 8, 16, 30, 64, 78)), ("qwen3", 78)]
+    ("family", "rows", "most"),
+    [
+        *(("qwen2", rows, 512) for rows in (3, 8, 16, 30, 64, 78)),
+        ("qwen3", 78, 512),
+        ("qwen2", 78, 0),  # products by cuBLAS, as those of larger models
+        ("qwen3", 3, 0),
+    ],
 )
-def test_chained_steps(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chained_steps(family: str, rows: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs of chained steps are those of the compiled layers."""
     from caldera.rollout.native.cuda import chained
 
     if not chained.can_chain(CUDA, torch.bfloat16):
         pytest.skip("this GPU runs the compiled layers")
+    monkeypatch.setattr(chained, "MOST_IN_TILES", most)
     module = build(family, torch.bfloat16)
     with torch.no_grad():
         for parameter in module.parameters():  # biases begin as zeros

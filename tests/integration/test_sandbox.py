@@ -267,6 +267,7 @@ def test_a_slot_that_dies_is_started_anew() -> None:
                 os.kill(pid, signal.SIGKILL)
 
     with make_sandbox("namespaces", slots=1) as sandbox:
+        assert sandbox.run("").ok  # it has started: what is killed is running a program
         timer = threading.Timer(0.3, kill)
         timer.start()
         assert sandbox.run("while True: pass").status == "failed"

@@ -13,7 +13,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from caldera.rollout.native.cuda import attention_kernels, chained, chained_kernels
+from caldera.rollout.native.cuda import (
+    attention_kernels,
+    chained,
+    chained_kernels,
+    step_kernels,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 232448
@@ -55,13 +60,15 @@ def compile_kernel(
 
 
 def compile_attention() -> None:
-    for width in (64, 128):
+    for width, is_preloaded in ((64, True), (64, False), (128, True), (128, False)):
         for programs in (*(most for most, _ in attention_kernels.PLANS), 4096):
+            if is_preloaded and programs > 1024:
+                continue
             plan = attention_kernels.plan(programs, 1, width)
             constants = {
                 "HEADS": 2, "GROUP": 7, "GROUP_PADDED": 16, "WIDTH": width, "WIDTH_PADDED": width,
                 "PAGE": 16, "KEYS": plan.keys, "SPLITS": plan.splits, "WINDOWED": False,
-                "ROTATED": True, "NORMED": width == 128, "PRELOADED": programs <= 128, "CHAINED": 1,
+                "ROTATED": True, "NORMED": width == 128, "PRELOADED": is_preloaded, "CHAINED": 1,
             }  # fmt: skip
             if width == 64:
                 constants |= {"query_norm": None, "key_norm": None}
@@ -85,9 +92,11 @@ def compile_products() -> None:
         }  # fmt: skip
         constants |= {"bias": None} if gated else {}
         compile_kernel(chained_kernels.product_kernel, constants, num_warps=4)
-    tiles = {"INWARD": (chained.INWARD, 896), "OUTWARD": (chained.OUTWARD, 896),
-             "DOWN": (chained.DOWN, 4864)}  # fmt: skip
-    for name, (every, depth) in tiles.items():
+    tiles = [
+        ("INWARD", chained.INWARD, 896), ("OUTWARD", chained.OUTWARD, 896),
+        ("OUTWARD", chained.OUTWARD[:1], 576), ("DOWN", chained.DOWN, 4864),
+    ]  # fmt: skip
+    for name, every, depth in tiles:
         for tile in every:
             constants = {
                 "K": depth, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth,
@@ -118,6 +127,13 @@ def compile_the_rest() -> None:
             num_warps=8,
         )  # fmt: skip
     compile_kernel(chained_kernels.gate_kernel, {"BLOCK": 1024, "CHAINED": 1}, num_warps=4)
+    constants = {"WIDTH": 64, "WIDTH_PADDED": 64, "SPLITS": 16, "CHAINED": 1}
+    compile_kernel(attention_kernels._combine_kernel, constants, {"weight": "*fp32"}, num_warps=1)
+    for raw in (False, True):
+        constants = {"TILE": step_kernels.TILE, "RAW": raw, "CHAINED": 1}
+        types = {"logits": HALF, "found": "*fp32", "out": "*i32"}
+        compile_kernel(step_kernels._tile_kernel, constants, types, num_warps=8)
+        compile_kernel(step_kernels._choose_kernel, {**constants, "TILES": 64}, types, num_warps=8)
 
 
 if __name__ == "__main__":

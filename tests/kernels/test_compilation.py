@@ -17,5 +17,16 @@ def test_kernels_are_compiled_for_hopper(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     told = done.stdout
-    for kernel in ("attention", "product", "tile", "parts", "begin", "settle", "gate"):
+    names = (
+        "attention",
+        "combine",
+        "product",
+        "tile",
+        "parts",
+        "begin",
+        "settle",
+        "gate",
+        "choose",
+    )
+    for kernel in (*names, "choose"):
         assert f"{kernel}_kernel" in told

@@ -68,3 +68,17 @@ def test_the_choice_of_tokens(vocabulary: int, raw: bool, device: torch.device) 
     plain = logits.double() if raw else scaled
     log_probs = plain.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
     torch.testing.assert_close(told[1].view(torch.float32).double(), log_probs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # by the interpreter
+def test_a_row_without_numbers_gets_some_token(device: torch.device) -> None:
+    """As from a model that diverged: whoever looks at the log-prob sees what happened."""
+    vocabulary = 3 * 4096  # so many tiles, of the power of two that is looked at
+    logits = torch.full((2, vocabulary), float("nan"), device=device).bfloat16()
+    inputs = torch.zeros(5, 2, dtype=torch.int32, device=device)
+    inputs[0] = torch.arange(2)
+    inputs[4, 1] = torch.ones(1, device=device).view(torch.int32)  # the first is greedy
+    newest = torch.zeros(2, dtype=torch.int64, device=device)
+    told = choose(logits, inputs, newest, False)
+    assert ((told[0] >= 0) & (told[0] < vocabulary)).all()
+    assert told[1].view(torch.float32).isnan().all()

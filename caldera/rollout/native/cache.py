@@ -45,7 +45,6 @@ class KVCache:
 
     def __init__(self, shape: CacheShape, pages: int, device: torch.device) -> None:
         self.pages = pages
-        self.token_bytes = shape.page_bytes // PAGE_SIZE
         size = (pages, PAGE_SIZE, shape.heads, shape.head_dim)
         # zeros, not empty: masked positions are multiplied by 0, and 0 * NaN is NaN
         self.keys = [

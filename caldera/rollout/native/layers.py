@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model
 
 from caldera.models.exact_norm import epsilon_of
 
@@ -18,6 +18,8 @@ LAYERS = (LlamaDecoderLayer, Qwen2DecoderLayer, MistralDecoderLayer)
 came with a model may compute something else."""
 LAYERS_WITH_HEAD_NORMS = (Qwen3DecoderLayer,)
 """The same, but each head of queries and keys has its norm first."""
+TRUNKS = (LlamaModel, Qwen2Model, Qwen3Model, MistralModel)
+"""Which do nothing between embedding, such layers and the last norm."""
 
 
 @dataclass(frozen=True)

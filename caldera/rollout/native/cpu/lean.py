@@ -10,10 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaModel
-from transformers.models.mistral.modeling_mistral import MistralModel
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from caldera.models.exact_norm import epsilon_of, kind_of
 from caldera.models.forward import base_module
@@ -21,9 +17,7 @@ from caldera.rollout.native.cpu.attention import CompiledAttention
 from caldera.rollout.native.cpu.kernels import CpuKernels
 from caldera.rollout.native.cpu.small import SmallLayer
 from caldera.rollout.native.cpu.weights import PackedWeight
-from caldera.rollout.native.layers import LAYERS, LAYERS_WITH_HEAD_NORMS, LayerParts
-
-TRUNKS = (LlamaModel, Qwen2Model, Qwen3Model, MistralModel)
+from caldera.rollout.native.layers import LAYERS, LAYERS_WITH_HEAD_NORMS, TRUNKS, LayerParts
 
 
 def is_lean(module: nn.Module) -> bool:

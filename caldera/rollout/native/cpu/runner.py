@@ -20,8 +20,8 @@ from caldera.rollout.native.cpu.attention import CompiledAttention
 from caldera.rollout.native.cpu.kernels import CpuKernels, cpu_kernels, why_not
 from caldera.rollout.native.cpu.lean import LeanTrunk, is_lean
 from caldera.rollout.native.cpu.weights import SMALLEST, PackedWeight
-from caldera.rollout.native.cuda.twin import STACKS, forget_pieces, put_joint, stackable
 from caldera.rollout.native.runner import Runner
+from caldera.rollout.native.stacks import STACKS, forget_pieces, put_joint, stackable
 from caldera.rollout.native.steps import Step
 from caldera.rollout.native.trunk import plain_trunk
 

@@ -27,10 +27,12 @@ from caldera.rollout.native.cuda.chains import CHAINED, CHAINED_LATE, UNCHAINED
 from caldera.rollout.native.cuda.graphs import DeviceState
 from caldera.rollout.native.cuda.layer_weights import LayerWeights, known_layers
 
-MOST_ROWS, WIDEST, DEEPEST = 64, 1024, 8192
-"""Sequences, hidden and inner size up to which products of our own are faster than cuBLAS's."""
 SLABS, DEPTH = 4, 128
 """Two chunks of so many cells are all of the hidden size."""
+WIDEST, DEEPEST = 2 * SLABS * DEPTH, 8192
+"""Hidden and inner size up to which products of our own are faster than cuBLAS's."""
+MOST_ROWS = 64
+"""Sequences up to which programs have all of them, and their tile of weights before they wait."""
 HEAD_DEPTH, INNER_DEPTH = 256, 512
 """Cells of a row of the weights that one program of a product in parts has."""
 COLUMNS = 64
@@ -128,7 +130,7 @@ class _Step(ABC):
     """The tensors of a step that all layers share, and the kernels that fill them."""
 
     preloads: ClassVar[bool]
-    """Whether what comes before attention is begun early, so that keys may be read meanwhile."""
+    """Whether attention reads its first keys before it waits."""
     settles: ClassVar[Mapping[str, int]] = CHAINED
     """How sums and norms are launched."""
 
@@ -145,6 +147,7 @@ class _Step(ABC):
             inputs, steps.state.newest, tables, steps.embedding, steps.layers[0].before,
             self._hidden, self.normed, size, tables.stride(0), steps.epsilon, WIDTH=width,
             WIDTH_PADDED=triton.next_power_of_2(width), PAGE=PAGE_SIZE, num_warps=4,
+            enable_fp_fusion=True,
         )  # fmt: skip
 
     def heads(self, layer: LayerWeights) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from caldera.models.exact_norm import epsilon_of, kind_of
 from caldera.models.forward import base_module, decoder_layers
-from caldera.rollout.native.cuda.twin import joint_product
-from caldera.rollout.native.layers import LAYERS, LAYERS_WITH_HEAD_NORMS
+from caldera.rollout.native.layers import LAYERS, LAYERS_WITH_HEAD_NORMS, TRUNKS
+from caldera.rollout.native.stacks import joint_product
 
 HEAD_WIDTHS = (64, 128)
 ROTATIONS = ("default", "linear", "llama3", "yarn")
@@ -39,17 +39,18 @@ class LayerWeights:
 
 def known_layers(module: nn.Module) -> list[LayerWeights] | None:
     """Those of the twin's module, if all are known, and alike."""
-    layers = [_known(layer) for layer in decoder_layers(module)]
     trunk = cast(Any, base_module(module).base_model)
-    norm, rotary = getattr(trunk, "norm", None), getattr(trunk, "rotary_emb", None)
-    if norm is None or kind_of(norm) is not False or None in layers:
-        return None
-    if type(trunk.embed_tokens) is not nn.Embedding or (
-        getattr(rotary, "rope_type", None) not in ROTATIONS
-    ):
+    is_known = (
+        type(trunk) in TRUNKS
+        and type(trunk.embed_tokens) is nn.Embedding
+        and kind_of(trunk.norm) is False
+        and trunk.rotary_emb.rope_type in ROTATIONS
+    )
+    layers = [_known(layer) for layer in decoder_layers(module)] if is_known else [None]
+    if None in layers:
         return None
     known = cast(list[LayerWeights], layers)
-    is_alike = len({layer.sizes for layer in known}) == len(_numbers(module, norm)) == 1
+    is_alike = len({layer.sizes for layer in known}) == len(_numbers(module, trunk.norm)) == 1
     return known if is_alike else None
 
 

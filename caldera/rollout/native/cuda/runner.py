@@ -22,9 +22,10 @@ from caldera.rollout.native.cuda.graphs import (
     ladder,
     step_inputs,
 )
-from caldera.rollout.native.cuda.twin import Twin, forget_pieces
+from caldera.rollout.native.cuda.twin import Twin
 from caldera.rollout.native.runner import Output, Runner
 from caldera.rollout.native.sampler import SamplingRows, uniforms
+from caldera.rollout.native.stacks import forget_pieces
 from caldera.rollout.native.steps import Decode, Prefill
 from caldera.rollout.native.trunk import attending, compiled_trunk, plain_trunk
 

@@ -22,8 +22,6 @@ TILE = 4096
 """Logits that a program reads."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Triton is about to change its default for the second and warns where it is not said.
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 # ---- the beginning of a step
@@ -40,7 +38,7 @@ def begin_step(inputs: Tensor, newest: Tensor, tables: Tensor) -> tuple[Tensor, 
     places = torch.empty_like(tokens)
     _begin_kernel[(triton.cdiv(size, 128),)](
         inputs, newest, tables, tokens, places, size, tables.stride(0),
-        PAGE=PAGE_SIZE, BLOCK=128, **OPTIONS,
+        PAGE=PAGE_SIZE, BLOCK=128, num_warps=4,
     )  # fmt: skip
     return tokens, places
 
@@ -86,12 +84,11 @@ def choose(
     out = torch.empty(2, size, dtype=torch.int32, device=logits.device)
     _tile_kernel[(size, tiles)](
         logits, inputs, found, size, vocabulary, logits.stride(0),
-        TILE=TILE, RAW=raw, num_warps=8, enable_fp_fusion=True, **chain,
+        TILE=TILE, RAW=raw, num_warps=8, **chain,
     )  # fmt: skip
     _choose_kernel[(size,)](
         logits, inputs, found, newest, out, size, vocabulary, logits.stride(0), tiles,
-        TILE=TILE, TILES=triton.next_power_of_2(tiles), RAW=raw, num_warps=8, enable_fp_fusion=True,
-        **chain,
+        TILE=TILE, TILES=triton.next_power_of_2(tiles), RAW=raw, num_warps=8, **chain,
     )  # fmt: skip
     return out
 
@@ -161,7 +158,8 @@ def _choose_kernel(
     reached = passed + tl.cumsum(probability, 0)
     drawn = tl.min(tl.where((reached > aim) & (probability > 0), token, 2147483647), 0)
     last = tl.max(tl.where(probability > 0, token, 0), 0)  # where rounding let none reach the aim
-    likeliest = tl.min(tl.where(logit == top, token, vocabulary - 1), 0)
+    likeliest = tl.min(tl.where(logit == top, token, vocabulary), 0)
+    likeliest = tl.minimum(likeliest, vocabulary - 1)  # a row of NaN has none
     drawn = tl.where(is_greedy, likeliest, tl.minimum(drawn, last))
     said = tl.load(line + drawn).to(tl.float32) - top
     if RAW:
