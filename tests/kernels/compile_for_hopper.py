@@ -60,11 +60,10 @@ def compile_kernel(
 
 
 def compile_attention() -> None:
-    for width, is_preloaded in ((64, True), (64, False), (128, True), (128, False)):
-        for programs in (*(most for most, _ in attention_kernels.PLANS), 4096):
-            if is_preloaded and programs > 1024:
-                continue
-            plan = attention_kernels.plan(programs, 1, width)
+    for width, is_preloaded in ((64, True), (64, False), (128, True)):
+        most = 1024 if is_preloaded else 4096
+        programs = [each for each, _ in attention_kernels.PLANS if each <= most] + [most]
+        for plan in {attention_kernels.plan(each, 1, width) for each in programs}:
             constants = {
                 "HEADS": 2, "GROUP": 7, "GROUP_PADDED": 16, "WIDTH": width, "WIDTH_PADDED": width,
                 "PAGE": 16, "KEYS": plan.keys, "SPLITS": plan.splits, "WINDOWED": False,
