@@ -254,7 +254,10 @@ class _SomeRows(_ManyRows):
 
 
 class _FewRows(_Step):
-    """Products of our own, whose programs hold their tile of weights before they wait."""
+    """Products of our own, whose programs hold their tile of weights before they wait.
+
+    A program has all sequences, which are the narrow side of its product: too narrow for tiles.
+    """
 
     preloads = True
 

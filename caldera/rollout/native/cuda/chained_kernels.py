@@ -14,7 +14,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 EARLY, LATE = tl.constexpr(1), tl.constexpr(2)
-"""When a kernel that is CHAINED lets the next one start: at once, or when it has read all."""
+"""When a kernel that is CHAINED lets the next one start: at once, or when it has read all. The
+numbers of `chains`, of which Triton's kernels see only constants of their own kind."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
