@@ -17,6 +17,7 @@ from caldera.rollout.native.cuda import (
     attention_kernels,
     chained,
     chained_kernels,
+    mail,
     step_kernels,
 )
 
@@ -25,6 +26,7 @@ SHARED_MEMORY = 232448
 HALF = "*bf16"
 POINTERS = {
     "pointers": "*i64", "inputs": "*i32", "tables": "*i32", "newest": "*i64",
+    "letters": "*i32", "turn": "*i32", "answers": "*i32",
     "partial": "*fp32", "weight": HALF, "parts": "*fp32",
 }  # fmt: skip
 FLOATS = ("epsilon", "scale")
@@ -80,17 +82,26 @@ def compile_attention() -> None:
             )  # fmt: skip
 
 
-def compile_products() -> None:
-    for rows, columns, slabs, stages, gated in (
-        (8, 32, 4, 5, True), (16, 64, 0, 5, True), (64, 64, 0, 3, True),
-        (16, 16, 4, 4, False), (64, 64, 0, 4, False),
-    ):  # fmt: skip
-        constants = {
-            "K": 896, "COLUMNS": columns, "ROWS": rows, "DEPTH": chained.DEPTH, "SLABS": slabs,
-            "GATED": gated, "BIASED": not gated, "STAGES": stages, "CHAINED": 1,
-        }  # fmt: skip
-        constants |= {"bias": None} if gated else {}
-        compile_kernel(chained_kernels.product_kernel, constants, num_warps=4)
+def compile_strips() -> None:
+    for strips in chained.STRIPS:
+        rows = max(8, strips.most)
+        for strip, gated in ((strips.inward, False), (strips.gates, True)):
+            constants = {
+                "K": 896, "COLUMNS": strip.columns, "ROWS": rows, "DEPTH": strip.depth,
+                "SLABS": 0 if strip.stages else chained.SLABS, "GATED": gated,
+                "BIASED": not gated, "STAGES": strip.stages, "CHAINED": 1,
+            }  # fmt: skip
+            constants |= {"bias": None} if gated else {}
+            compile_kernel(chained_kernels.product_kernel, constants, num_warps=strip.warps)
+        for strip, depth in ((strips.outward, 896), (strips.down, 4864)):
+            constants = {
+                "K": depth, "COLUMNS": strip.columns, "ROWS": rows, "DEPTH": strip.depth,
+                "CHAINED": 1,
+            }  # fmt: skip
+            compile_kernel(chained_kernels.parts_kernel, constants, num_warps=strip.warps)
+
+
+def compile_tiles() -> None:
     tiles = [
         ("INWARD", chained.INWARD, 896), ("OUTWARD", chained.OUTWARD, 896),
         ("OUTWARD", chained.OUTWARD[:1], 576), ("DOWN", chained.DOWN, 4864),
@@ -104,20 +115,16 @@ def compile_products() -> None:
             constants |= {} if name == "INWARD" else {"bias": None}
             types = {"out": "*fp32"} if tile.parts > 1 else {}
             compile_kernel(chained_kernels.tile_kernel, constants, types, num_warps=tile.warps)
-    for depth, rows, columns, warps in (
-        (chained.HEAD_DEPTH, 64, 128, 4), (chained.INNER_DEPTH, 64, 128, 8),
-        (chained.INNER_DEPTH, 8, 64, 8),
-    ):  # fmt: skip
-        constants = {
-            "K": 4864, "COLUMNS": columns, "ROWS": rows, "DEPTH": depth, "CHAINED": 1
-        }  # fmt: skip
-        compile_kernel(chained_kernels.parts_kernel, constants, num_warps=warps)
 
 
 def compile_the_rest() -> None:
     widths = {"WIDTH": 896, "WIDTH_PADDED": 1024}
     types = {"scale": HALF}
-    compile_kernel(chained_kernels.begin_kernel, {**widths, "PAGE": 16}, types, num_warps=4)
+    letters = {"PAGE": 16, "FIELDS": mail.FIELDS, "INPUTS": mail.INPUTS}
+    compile_kernel(chained_kernels.begin_kernel, {**widths, **letters}, types, num_warps=1)
+    types_of_places = {"tokens": "*i64", "places": "*i64"}
+    constants = {**letters, "BLOCK": 128}
+    compile_kernel(step_kernels._begin_kernel, constants, types_of_places, num_warps=4)
     for parts, when in ((1, 1), (7, 2)):
         constants = {**widths, "PARTS": parts, "PARTS_PADDED": 8 if parts > 1 else 1}
         parts_type = {} if parts > 1 else {"parts": HALF}
@@ -129,7 +136,9 @@ def compile_the_rest() -> None:
     constants = {"WIDTH": 64, "WIDTH_PADDED": 64, "SPLITS": 16, "CHAINED": 1}
     compile_kernel(attention_kernels._combine_kernel, constants, {"weight": "*fp32"}, num_warps=1)
     for raw in (False, True):
-        constants = {"TILE": step_kernels.TILE, "RAW": raw, "CHAINED": 1}
+        constants = {
+            "TILE": step_kernels.TILE, "RAW": raw, "LETTERS": mail.LETTERS, "CHAINED": 1
+        }  # fmt: skip
         types = {"logits": HALF, "found": "*fp32", "out": "*i32"}
         compile_kernel(step_kernels._tile_kernel, constants, types, num_warps=8)
         compile_kernel(step_kernels._choose_kernel, {**constants, "TILES": 64}, types, num_warps=8)
@@ -137,5 +146,6 @@ def compile_the_rest() -> None:
 
 if __name__ == "__main__":
     compile_attention()
-    compile_products()
+    compile_strips()
+    compile_tiles()
     compile_the_rest()

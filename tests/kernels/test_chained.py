@@ -68,7 +68,7 @@ def test_a_step_finds_what_the_whole_sequence_does(
     packed = PackedSequences(lengths, CPU)
     want = hidden_states(module, tokens, packed.position_ids, packed)
 
-    state = DeviceState(size, 16 * PAGES, 2, CPU)
+    state = DeviceState(size + 1, 16 * PAGES, 2, CPU)
     state.tables[:size] = torch.randperm(size * PAGES).view(size, PAGES).int()
     cache = KVCache(CacheShape.of(config, torch.float32), size * PAGES, CPU)
     pairs = [(k.data_ptr(), v.data_ptr()) for k, v in zip(cache.keys, cache.values, strict=True)]
@@ -81,16 +81,16 @@ def test_a_step_finds_what_the_whole_sequence_does(
             keys[slot], values[slot] = 0, 0
     before = [pages.clone() for pages in cache.keys]
 
-    inputs = torch.zeros(5, size + 1, dtype=torch.int32)
-    inputs[0] = torch.arange(size + 1)
-    inputs[1, :size] = torch.tensor(lengths) - 1
-    inputs[1, size] = -1  # a place that no sequence needs
-    places = torch.arange(size)
-    inputs[2, :size] = state.tables[places, inputs[1, :size].long() // 16]
+    told = torch.zeros(5, size, dtype=torch.int32)
+    told[0], told[1] = torch.arange(size), torch.tensor(lengths) - 1
+    told[2] = state.tables[told[0].long(), told[1].long() // 16]
     state.newest[:size] = tokens[0, last]
     steps = chained_steps(Twin(module, torch.float32).module, state)
     assert steps is not None
+    state.mail.send(told.numpy(), size + 1, state.spare_row)  # one place that none needs
+    inputs = torch.full((5, size + 1), -7, dtype=torch.int32)
     found = steps(inputs)
+    assert torch.equal(inputs[:, :size], told)
     torch.testing.assert_close(found[:size], want[last], rtol=1e-4, atol=1e-4)
     for keys, old in zip(cache.keys, before, strict=True):
         changed = (keys != old).flatten(2).any(-1).nonzero()

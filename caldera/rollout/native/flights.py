@@ -14,7 +14,8 @@ from caldera.rollout.native.steps import Step
 class Flight:
     def __init__(self, step: Step, positions: IntArray, numbers: IntArray, told: Tensor) -> None:
         """`positions` and `numbers`: where the tokens belong, in which sequences. `told` (2, B):
-        tokens as int32, and log-probs as float32 in the same bits."""
+        tokens as int32, and log-probs as float32 in the same bits; on the device, or in pinned
+        memory, to which the device writes them in the step that was begun last."""
         self.step = step
         self.positions = positions
         self.numbers = numbers
@@ -23,6 +24,7 @@ class Flight:
         if told.is_cuda:
             self._told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
             self._told.copy_(told, non_blocking=True)
+        if self._told.is_pinned():
             self._arrival = torch.cuda.Event()
             self._arrival.record()
 

@@ -26,24 +26,40 @@ from caldera.rollout.native.cuda.chained_kernels import (
 from caldera.rollout.native.cuda.chains import CHAINED, CHAINED_LATE, UNCHAINED
 from caldera.rollout.native.cuda.graphs import DeviceState
 from caldera.rollout.native.cuda.layer_weights import LayerWeights, known_layers
+from caldera.rollout.native.cuda.mail import FIELDS, INPUTS
 
-SLABS, DEPTH = 4, 128
-"""Two chunks of so many cells are all of the hidden size."""
-WIDEST, DEEPEST = 2 * SLABS * DEPTH, 8192
+SLABS = 4
+"""Two chunks of so many blocks of 128 cells are all of the hidden size."""
+WIDEST, DEEPEST = 2 * SLABS * 128, 8192
 """Hidden and inner size up to which products of our own are faster than cuBLAS's."""
 MOST_ROWS = 64
 """Sequences up to which programs have all of them, and their tile of weights before they wait."""
-HEAD_DEPTH, INNER_DEPTH = 256, 512
-"""Cells of a row of the weights that one program of a product in parts has."""
-COLUMNS = 64
-"""Rows of the weights that a program has which reads them in a loop."""
 GATES_AT_ONCE = 1024
 """That a program multiplies by each other."""
 HOPPER = 9
 
 
+class Strip(NamedTuple):
+    """What a program has of a product that has all sequences."""
+
+    columns: int  # rows of the weight
+    depth: int  # cells of these that it reads at a time
+    warps: int
+    stages: int = 0  # blocks that are under way in a loop; 0: it reads all before it waits
+
+
+class Strips(NamedTuple):
+    """How the products of a layer of few sequences are divided among programs."""
+
+    most: int  # sequences
+    inward: Strip
+    gates: Strip
+    outward: Strip  # one block a program, and as many parts as there are blocks
+    down: Strip
+
+
 class Tiles(NamedTuple):
-    """How a product is divided among programs."""
+    """How a product of more sequences is divided among programs."""
 
     most: int  # sequences
     rows: int
@@ -54,7 +70,14 @@ class Tiles(NamedTuple):
     parts: int = 1  # of the depth
 
 
-# What was fastest on an H200 for the sizes of Qwen2.5-0.5B.
+# What was fastest on an H200 for the sizes of Qwen2.5-0.5B, within whole steps.
+STRIPS = [
+    Strips(4, Strip(16, 128, 2), Strip(32, 128, 2), Strip(64, 256, 4), Strip(32, 512, 4)),
+    Strips(8, Strip(16, 128, 2), Strip(32, 128, 2), Strip(64, 256, 4), Strip(128, 256, 8)),
+    Strips(16, Strip(16, 128, 2), Strip(64, 128, 4, 5), Strip(64, 256, 4), Strip(64, 512, 8)),
+    Strips(32, Strip(64, 128, 4, 4), Strip(64, 64, 4, 5), Strip(64, 256, 4), Strip(64, 512, 8)),
+    Strips(64, Strip(64, 128, 4, 4), Strip(64, 64, 4, 5), Strip(64, 512, 4), Strip(128, 512, 8)),
+]
 INWARD = [Tiles(512, 64, 64, 128, 4, 4)]
 OUTWARD = [
     Tiles(128, 64, 64, 128, 3, 4, 7), Tiles(256, 64, 64, 128, 3, 4, 4),
@@ -85,7 +108,8 @@ def chained_steps(module: nn.Module, state: DeviceState) -> ChainedSteps | None:
 
 
 class ChainedSteps:
-    """From the inputs (5, B) of a recorded step to normed hidden states, (B, H)."""
+    """From a letter, whose inputs (5, B) are laid where the step is told to, to normed hidden
+    states, (B, H)."""
 
     def __init__(self, module: nn.Module, layers: list[LayerWeights], state: DeviceState) -> None:
         trunk = cast(Any, base_module(module).base_model)
@@ -142,12 +166,13 @@ class _Step(ABC):
         width = steps.embedding.shape[1]
         self._hidden = steps.embedding.new_empty(size, width)
         self.normed = torch.empty_like(self._hidden)
-        tables = steps.state.tables
+        mail, tables = steps.state.mail, steps.state.tables
         begin_kernel[(size,)](
-            inputs, steps.state.newest, tables, steps.embedding, steps.layers[0].before,
-            self._hidden, self.normed, size, tables.stride(0), steps.epsilon, WIDTH=width,
-            WIDTH_PADDED=triton.next_power_of_2(width), PAGE=PAGE_SIZE, num_warps=4,
-            enable_fp_fusion=True,
+            mail.letters, mail.turn, inputs, steps.state.newest, tables, steps.embedding,
+            steps.layers[0].before, self._hidden, self.normed, size, mail.letters.stride(0),
+            tables.stride(0), steps.epsilon, WIDTH=width,
+            WIDTH_PADDED=triton.next_power_of_2(width), PAGE=PAGE_SIZE, FIELDS=FIELDS,
+            INPUTS=INPUTS, num_warps=1, enable_fp_fusion=True,
         )  # fmt: skip
 
     def heads(self, layer: LayerWeights) -> Tensor:
@@ -264,49 +289,40 @@ class _FewRows(_Step):
     def __init__(self, steps: ChainedSteps, inputs: Tensor) -> None:
         super().__init__(steps, inputs)
         self._rows = max(8, triton.next_power_of_2(self._size))
+        self._strips = next(strips for strips in STRIPS if self._size <= strips.most)
 
     def _inward(self, layer: LayerWeights) -> Tensor:
-        at_once = 16 if self._rows <= 16 else 0
-        return self._product(layer.inward, layer.bias, len(layer.inward), at_once, stages=4)
+        return self._product(layer.inward, layer.bias, len(layer.inward), self._strips.inward)
 
     def outward(self, found: Tensor, layer: LayerWeights) -> Tensor:
-        return self._in_parts(found, layer.outward, HEAD_DEPTH, 4)
+        return self._in_parts(found, layer.outward, self._strips.outward)
 
     def gated(self, layer: LayerWeights) -> Tensor:
-        at_once, stages = 32 if self._rows == 8 else 0, 5 if self._rows <= 16 else 3
-        return self._product(layer.gates, None, layer.down.shape[1], at_once, stages, gated=True)
+        return self._product(layer.gates, None, layer.down.shape[1], self._strips.gates, True)
 
     def down(self, gated: Tensor, layer: LayerWeights) -> Tensor:
-        return self._in_parts(gated, layer.down, INNER_DEPTH, 8)
+        return self._in_parts(gated, layer.down, self._strips.down)
 
     def _product(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        width: int,
-        at_once: int,
-        stages: int,
-        gated: bool = False,
+        self, weight: Tensor, bias: Tensor | None, width: int, strip: Strip, gated: bool = False
     ) -> Tensor:
-        """The normed states by a weight, (B, width). `at_once`: columns of a program that reads all
-        of them at once; 0 for none, which reads so many blocks ahead."""
-        columns = at_once or COLUMNS
+        """The normed states by a weight, (B, width)."""
         out = weight.new_empty(self._size, width)
-        product_kernel[(triton.cdiv(len(weight), columns),)](
-            self.normed, weight, bias, out, self._size, width, K=weight.shape[1], COLUMNS=columns,
-            ROWS=self._rows, DEPTH=DEPTH, SLABS=SLABS if at_once else 0, GATED=gated,
-            BIASED=bias is not None, STAGES=stages, num_warps=4, **self._chain,
+        product_kernel[(triton.cdiv(len(weight), strip.columns),)](
+            self.normed, weight, bias, out, self._size, width, K=weight.shape[1],
+            COLUMNS=strip.columns, ROWS=self._rows, DEPTH=strip.depth,
+            SLABS=0 if strip.stages else SLABS, GATED=gated, BIASED=bias is not None,
+            STAGES=strip.stages, num_warps=strip.warps, **self._chain,
         )  # fmt: skip
         return out
 
-    def _in_parts(self, values: Tensor, weight: Tensor, depth: int, warps: int) -> Tensor:
+    def _in_parts(self, values: Tensor, weight: Tensor, strip: Strip) -> Tensor:
         """values (B, K) by weight (N, K), as the sum of what is returned, (P, B, N)."""
         width, cells = weight.shape
-        count = triton.cdiv(cells, depth)
-        columns = 64 if self._rows < 64 else 128
+        count = triton.cdiv(cells, strip.depth)
         parts = torch.empty(count, self._size, width, device=values.device)
-        parts_kernel[(triton.cdiv(width, columns), count)](
-            values, weight, parts, self._size, width, K=cells, COLUMNS=columns, ROWS=self._rows,
-            DEPTH=depth, num_warps=warps, **self._chain,
+        parts_kernel[(triton.cdiv(width, strip.columns), count)](
+            values, weight, parts, self._size, width, K=cells, COLUMNS=strip.columns,
+            ROWS=self._rows, DEPTH=strip.depth, num_warps=strip.warps, **self._chain,
         )  # fmt: skip
         return parts

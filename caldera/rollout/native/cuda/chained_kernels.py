@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from caldera.rollout.native.cuda.step_kernels import open_letter
+
 EARLY, LATE = tl.constexpr(1), tl.constexpr(2)
 """When a kernel that is CHAINED lets the next one start: at once, or when it has read all. The
 numbers of `chains`, of which Triton's kernels see only constants of their own kind."""
@@ -182,29 +184,30 @@ def _store_normed(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def begin_kernel(
-    inputs: tl.tensor, newest: tl.tensor, tables: tl.tensor, embedding: tl.tensor,
-    scale: tl.tensor, hidden: tl.tensor, normed: tl.tensor, size: tl.tensor,
-    table_stride: tl.tensor, epsilon: tl.tensor, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
+    letters: tl.tensor, turn: tl.tensor, inputs: tl.tensor, newest: tl.tensor, tables: tl.tensor,
+    embedding: tl.tensor, scale: tl.tensor, hidden: tl.tensor, normed: tl.tensor,
+    size: tl.tensor, letter_stride: tl.tensor, table_stride: tl.tensor, epsilon: tl.tensor,
+    WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
+    INPUTS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Enter the page of each new token into the tables; hidden (B, H) is the token's embedding.
 
-    inputs (5, B): rows, positions and pages come first. newest (R,): each row's newest token.
+    inputs (5, B): where the letter's are laid. newest (R,): each row's newest token.
     """
-    place = tl.program_id(0)
+    place = tl.program_id(0) + tl.arange(0, 1)
     cell = tl.arange(0, WIDTH_PADDED)
     inside = cell < WIDTH
-    row, position = tl.load(inputs + place), tl.load(inputs + size + place)
-    page = tl.load(inputs + 2 * size + place)
+    row, position, page = open_letter(
+        letters, turn, inputs, place, size, letter_stride, FIELDS, INPUTS
+    )
     taken = position >= 0
     tl.store(tables + row * table_stride + tl.maximum(position, 0) // PAGE, page, mask=taken)
-    token = tl.load(newest + row, mask=taken, other=0)
+    token = tl.sum(tl.load(newest + row, mask=taken, other=0), 0)  # the one that there is
     found = tl.load(embedding + token * WIDTH + cell, mask=inside, other=0.0)
-    tl.store(hidden + place * WIDTH + cell, found, mask=inside)
+    own = tl.program_id(0) * WIDTH
+    tl.store(hidden + own + cell, found, mask=inside)
     factor = tl.load(scale + cell, mask=inside, other=0.0).to(tl.float32)
-    _store_normed(
-        found.to(tl.float32), factor, normed + place * WIDTH, cell, inside, epsilon, WIDTH
-    )
+    _store_normed(found.to(tl.float32), factor, normed + own, cell, inside, epsilon, WIDTH)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -16,16 +16,13 @@ from caldera.models.attention import AttentionLayer
 from caldera.models.exact_mode import in_exactness
 from caldera.rollout.native.blocks import PAGE_SIZE, pages_for
 from caldera.rollout.native.cache import KVCache
-
-INPUTS = 5
-"""Rows, positions, pages, random numbers, temperatures: what a step is told of each place."""
-STAGED = 8
-"""Steps whose inputs may be on their way to the device."""
+from caldera.rollout.native.cuda.mail import INPUTS, Mail
 
 
 class Chosen(NamedTuple):
     logits: Tensor  # (B, V)
-    told: Tensor  # (2, B) tokens, and log-probs in the same bits
+    told: Tensor  # (2, B) tokens, and log-probs in the same bits, on the device
+    answer: Tensor  # the same in the host's memory, when the step has ended
 
 
 class DeviceState:
@@ -39,6 +36,7 @@ class DeviceState:
         width = pages_for(longest)
         self.tables = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
         self.pointers = torch.zeros(layers, 2, dtype=torch.int64, device=device)
+        self.mail = Mail(rows, device)
         self._known: weakref.ref[KVCache] | None = None  # as long as it is, with so many pages
         self._known_pages = 0
 
@@ -84,52 +82,44 @@ class RecordedDecode:
 
 
 class DecodeGraphs:
-    """Replays `body`, which runs a step of the inputs (5, B) that it is given."""
+    """Replays `body`, which runs a step whose inputs (5, B) it lays where it is told to."""
 
     def __init__(
-        self, body: Callable[[Tensor], Chosen], sizes: Sequence[int], state: DeviceState
+        self,
+        body: Callable[[Tensor], tuple[Tensor, Tensor]],
+        sizes: Sequence[int],
+        state: DeviceState,
     ) -> None:
+        """`body` returns logits (B, V) and what was chosen, (2, B)."""
         self._body = body
         self._sizes = sorted(sizes)
         self._state = state
         self._inputs = state.tables.new_zeros(INPUTS * self._sizes[-1])
-        # What is on its way to the device is not written to: so many steps are never under way.
-        self._staged = [torch.zeros_like(self._inputs, device="cpu", pin_memory=True)
-                        for _ in range(STAGED)]  # fmt: skip
-        self._turn = 0
-        self._recorded: dict[int, tuple[torch.cuda.CUDAGraph, Chosen]] = {}
+        self._recorded: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._pool: Any = None  # memory that the recordings share
 
     def run(self, inputs: NDArray[np.int32]) -> Chosen:
-        """A step of the inputs (5, B); what it returns lasts until the next."""
+        """A step of the inputs (5, B); what it returns on the device lasts until the next."""
         count = inputs.shape[1]
         size = next(size for size in self._sizes if size >= count)
         if size not in self._recorded:
             self._recorded[size] = self._record(size)
-        graph, chosen = self._recorded[size]
-        self._tell(inputs, size)
+        graph, logits, told = self._recorded[size]
+        mail = self._state.mail
+        mail.send(inputs, size, self._state.spare_row)
         graph.replay()
-        return Chosen(chosen.logits[:count], chosen.told[:, :count])
+        return Chosen(logits[:count], told[:, :count], mail.answer(size)[:, :count])
 
-    def _tell(self, inputs: NDArray[np.int32], size: int) -> Tensor:
-        """Lay the inputs, and places that change nothing behind them, where the graph reads."""
-        self._turn = (self._turn + 1) % STAGED
-        staged = self._staged[self._turn][: INPUTS * size]
-        padded, count = staged.numpy().reshape(INPUTS, size), inputs.shape[1]
-        padded[:, :count] = inputs
-        padded[0, count:], padded[1, count:], padded[2:, count:] = self._state.spare_row, -1, 0
-        place = self._inputs[: INPUTS * size]
-        place.copy_(staged, non_blocking=True)
-        return place.view(INPUTS, size)
-
-    def _record(self, size: int) -> tuple[torch.cuda.CUDAGraph, Chosen]:
-        inputs = self._tell(np.zeros((INPUTS, 0), dtype=np.int32), size)
+    def _record(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        inputs = self._inputs[: INPUTS * size].view(INPUTS, size)
+        nothing = np.zeros((INPUTS, 0), dtype=np.int32)
+        self._state.mail.send(nothing, size, self._state.spare_row)
         self._body(inputs)  # what is made when it first runs must not be recorded
         torch.cuda.synchronize(inputs.device)
         graph = torch.cuda.CUDAGraph()
         try:  # other threads may be busy with other things on the device meanwhile
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                chosen = self._body(inputs)
+                logits, told = self._body(inputs)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # such as a model that looks at positions on the host
@@ -138,7 +128,7 @@ class DecodeGraphs:
                 "set actor_rollout_ref.rollout.enforce_eager=True"
             ) from error
         self._pool = graph.pool()
-        return graph, chosen
+        return graph, logits, told
 
 
 def ladder(largest: int) -> list[int]:

@@ -15,7 +15,6 @@ from caldera.rollout.native.blocks import IntArray
 from caldera.rollout.native.cache import CacheShape, KVCache
 from caldera.rollout.native.cuda.chains import CHAINED, UNCHAINED
 from caldera.rollout.native.cuda.graphs import (
-    Chosen,
     DecodeGraphs,
     DeviceState,
     RecordedDecode,
@@ -78,6 +77,7 @@ class CudaRunner(Runner):
         else:
             self._twin.refresh()
         forget_pieces(self._module)
+        self._state.mail.align()  # an error may have kept a step from reading its letter
         return False
 
     def _chained_steps(self) -> ChainedSteps | None:
@@ -141,7 +141,8 @@ class CudaRunner(Runner):
         inputs = step_inputs(step.rows, step.lengths - 1, step.slots, drawn, temperature)
         assert self._graphs is not None, "steps are prepared for"
         chosen = self._graphs.run(inputs)
-        return Output(chosen.logits, None, chosen.told if sampling is not None else None)
+        told = chosen.told if self._is_exact else chosen.answer
+        return Output(chosen.logits, None, told if sampling is not None else None)
 
     def _enter_known(self, rows: IntArray, tokens: IntArray) -> None:
         """Tokens that nothing was sampled on the device for, as at the end of a prompt."""
@@ -150,16 +151,16 @@ class CudaRunner(Runner):
             places = to_device(rows[known], self._device)
             self.newest.index_copy_(0, places, to_device(tokens[known], self._device))
 
-    def _run_decode(self, inputs: Tensor) -> Chosen:
+    def _run_decode(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         from caldera.rollout.native.cuda.step_kernels import begin_step, choose
 
         state = self._state
         if self._chained is not None:
             hidden = self._chained(inputs)
         else:
-            tokens, positions = begin_step(inputs, state.newest, state.tables)
+            tokens, positions = begin_step(state.mail, inputs, state.newest, state.tables)
             with attending(RecordedDecode(state, inputs)):
                 hidden = self._trunk(tokens, positions)
         logits = self._logits(hidden)
         chain = UNCHAINED if self._chained is None else CHAINED
-        return Chosen(logits, choose(logits, inputs, state.newest, self._raw, chain))
+        return logits, choose(logits, inputs, state.newest, self._raw, chain, state.mail)

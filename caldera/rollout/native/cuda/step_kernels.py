@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from caldera.rollout.native.blocks import PAGE_SIZE
 from caldera.rollout.native.cuda.chains import UNCHAINED
+from caldera.rollout.native.cuda.mail import FIELDS, INPUTS, LETTERS, Mail
 
 TILE = 4096
 """Logits that a program reads."""
@@ -27,33 +28,58 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # ---- the beginning of a step
 
 
-def begin_step(inputs: Tensor, newest: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+def begin_step(mail: Mail, inputs: Tensor, newest: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
     """Enter the pages of the new tokens into the tables; returns tokens and positions, (1, B).
 
-    inputs (5, B), int32: rows, positions, pages; the rest is for `choose`. newest (R,): each row's
-    newest token. tables (R, pages).
+    inputs (5, B), int32: where the letter's are laid. newest (R,): each row's newest token. tables
+    (R, pages).
     """
     size = inputs.shape[1]
     tokens = newest.new_empty(1, size)
     places = torch.empty_like(tokens)
     _begin_kernel[(triton.cdiv(size, 128),)](
-        inputs, newest, tables, tokens, places, size, tables.stride(0),
-        PAGE=PAGE_SIZE, BLOCK=128, num_warps=4,
+        mail.letters, mail.turn, inputs, newest, tables, tokens, places, size,
+        mail.letters.stride(0), tables.stride(0), PAGE=PAGE_SIZE, BLOCK=128, FIELDS=FIELDS,
+        INPUTS=INPUTS, num_warps=4,
     )  # fmt: skip
     return tokens, places
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _field(told: tl.tensor, field: tl.constexpr) -> tl.tensor:
+    which = tl.arange(0, told.shape[1])
+    return tl.sum(tl.where((which == field)[None, :], told, 0), 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def open_letter(
+    letters: tl.tensor, turn: tl.tensor, inputs: tl.tensor, place: tl.tensor, size: tl.tensor,
+    stride: tl.tensor, FIELDS: tl.constexpr, INPUTS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Lay what some places (n,) are told beside the other inputs; returns rows, positions and
+    pages, (n,) each."""
+    field = tl.arange(0, FIELDS)
+    inside = (place < size)[:, None]
+    letter = letters + tl.load(turn) * stride
+    told = tl.load(letter + place[:, None] * FIELDS + field[None, :], mask=inside, other=0)
+    target = inputs + field[None, :] * size + place[:, None]
+    tl.store(target, told, mask=inside & (field < INPUTS)[None, :])
+    return _field(told, 0), _field(told, 1), _field(told, 2)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _begin_kernel(
-    inputs: tl.tensor, newest: tl.tensor, tables: tl.tensor, tokens: tl.tensor, places: tl.tensor,
-    size: tl.tensor, table_stride: tl.tensor, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    letters: tl.tensor, turn: tl.tensor, inputs: tl.tensor, newest: tl.tensor, tables: tl.tensor,
+    tokens: tl.tensor, places: tl.tensor, size: tl.tensor, letter_stride: tl.tensor,
+    table_stride: tl.tensor, PAGE: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    INPUTS: tl.constexpr,
 ) -> None:  # fmt: skip
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
-    row = tl.load(inputs + place, mask=inside, other=0)
-    position = tl.load(inputs + size + place, mask=inside, other=-1)
-    page = tl.load(inputs + 2 * size + place, mask=inside, other=0)
-    taken = position >= 0
+    row, position, page = open_letter(
+        letters, turn, inputs, place, size, letter_stride, FIELDS, INPUTS
+    )
+    taken = inside & (position >= 0)
     position = tl.maximum(position, 0)
     tl.store(tables + row * table_stride + position // PAGE, page, mask=taken)
     token = tl.load(newest + row, mask=taken, other=0)
@@ -70,33 +96,40 @@ def choose(
     newest: Tensor,
     raw: bool,
     chain: Mapping[str, int] = UNCHAINED,
+    mail: Mail | None = None,
 ) -> Tensor:
     """A token and its log-prob for each place, (2, B): int32, and float32 in the same bits.
 
     logits (B, V). The fourth row of `inputs` has uniform random numbers and the fifth one over the
     temperature, as the bits of float32; 0 for the likeliest token, of temperature 1. The token is
     the first whose cumulated probability exceeds the random number. `raw`: the log-prob is that of
-    temperature 1. Each row's newest token is set.
+    temperature 1. Each row's newest token is set. `mail`: of a step that had a letter, which is
+    answered, too; the next step reads the next letter.
     """
     size, vocabulary = logits.shape
     tiles = triton.cdiv(vocabulary, TILE)
     found = torch.empty(3, size, tiles, dtype=torch.float32, device=logits.device)
     out = torch.empty(2, size, dtype=torch.int32, device=logits.device)
+    turn, answers, stride = None, None, 0
+    if mail is not None:
+        turn, answers, stride = mail.turn, mail.answers, mail.answers.stride(0)
     _tile_kernel[(size, tiles)](
-        logits, inputs, found, size, vocabulary, logits.stride(0),
-        TILE=TILE, RAW=raw, num_warps=8, **chain,
+        logits, inputs, found, turn, size, vocabulary, logits.stride(0),
+        TILE=TILE, RAW=raw, LETTERS=LETTERS, num_warps=8, **chain,
     )  # fmt: skip
     _choose_kernel[(size,)](
-        logits, inputs, found, newest, out, size, vocabulary, logits.stride(0), tiles,
-        TILE=TILE, TILES=triton.next_power_of_2(tiles), RAW=raw, num_warps=8, **chain,
+        logits, inputs, found, newest, out, turn, answers, size, vocabulary, logits.stride(0),
+        tiles, stride, TILE=TILE, TILES=triton.next_power_of_2(tiles), RAW=raw, LETTERS=LETTERS,
+        num_warps=8, **chain,
     )  # fmt: skip
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile_kernel(
-    logits: tl.tensor, inputs: tl.tensor, found: tl.tensor, size: tl.tensor, vocabulary: tl.tensor,
-    stride: tl.tensor, TILE: tl.constexpr, RAW: tl.constexpr, CHAINED: tl.constexpr,
+    logits: tl.tensor, inputs: tl.tensor, found: tl.tensor, turn: tl.tensor, size: tl.tensor,
+    vocabulary: tl.tensor, stride: tl.tensor, TILE: tl.constexpr, RAW: tl.constexpr,
+    LETTERS: tl.constexpr, CHAINED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Of each tile: the largest logit, and the sum of exponentials beside it."""
     if CHAINED:
@@ -104,6 +137,8 @@ def _tile_kernel(
         gdc_wait()
     place, tile = tl.program_id(0), tl.program_id(1)
     tiles = tl.num_programs(1)
+    if turn is not None:  # the letter was opened by a kernel that has ended
+        tl.store(turn, (tl.load(turn) + 1) % LETTERS, mask=(place == 0) & (tile == 0))
     inverse = tl.load(inputs + 4 * size + place).to(tl.float32, bitcast=True)
     inverse = tl.where(inverse == 0, 1.0, inverse)
     token = tile * TILE + tl.arange(0, TILE)
@@ -123,8 +158,9 @@ def _tile_kernel(
 @triton.jit  # type: ignore[untyped-decorator]
 def _choose_kernel(
     logits: tl.tensor, inputs: tl.tensor, found: tl.tensor, newest: tl.tensor, out: tl.tensor,
-    size: tl.tensor, vocabulary: tl.tensor, stride: tl.tensor, tiles: tl.tensor,
-    TILE: tl.constexpr, TILES: tl.constexpr, RAW: tl.constexpr, CHAINED: tl.constexpr,
+    turn: tl.tensor, answers: tl.tensor, size: tl.tensor, vocabulary: tl.tensor,
+    stride: tl.tensor, tiles: tl.tensor, answer_stride: tl.tensor, TILE: tl.constexpr,
+    TILES: tl.constexpr, RAW: tl.constexpr, LETTERS: tl.constexpr, CHAINED: tl.constexpr,
 ) -> None:  # fmt: skip
     """First the tile, by the sums of all, then the token in it."""
     if CHAINED:
@@ -168,6 +204,11 @@ def _choose_kernel(
         log_prob = said - tl.log2(plain) * LN_2
     else:
         log_prob = said * inverse - tl.log2(total) * LN_2
+    bits = log_prob.to(tl.int32, bitcast=True)
     tl.store(out + place, drawn)
-    tl.store(out + size + place, log_prob.to(tl.int32, bitcast=True))
+    tl.store(out + size + place, bits)
+    if turn is not None:
+        answer = answers + (tl.load(turn) + LETTERS - 1) % LETTERS * answer_stride + place
+        tl.store(answer, drawn)
+        tl.store(answer + size, bits)
     tl.store(newest + row, drawn.to(tl.int64), mask=position >= 0)
