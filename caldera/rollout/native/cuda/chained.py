@@ -75,7 +75,7 @@ STRIPS = [
     Strips(4, Strip(16, 128, 2), Strip(32, 128, 2), Strip(64, 256, 4), Strip(32, 512, 4)),
     Strips(8, Strip(16, 128, 2), Strip(32, 128, 2), Strip(64, 256, 4), Strip(128, 256, 8)),
     Strips(16, Strip(16, 128, 2), Strip(64, 128, 4, 5), Strip(64, 256, 4), Strip(64, 512, 8)),
-    Strips(32, Strip(64, 128, 4, 4), Strip(64, 64, 4, 5), Strip(64, 256, 4), Strip(64, 512, 8)),
+    Strips(32, Strip(64, 128, 4, 4), Strip(64, 64, 4, 5), Strip(64, 256, 8), Strip(64, 512, 8)),
     Strips(64, Strip(64, 128, 4, 4), Strip(64, 64, 4, 5), Strip(64, 512, 4), Strip(128, 512, 8)),
 ]
 INWARD = [Tiles(512, 64, 64, 128, 4, 4)]
