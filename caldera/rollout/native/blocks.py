@@ -85,10 +85,11 @@ class BlockManager:
         assert self.owned[row] == 0, "the row is taken"
         count = pages_for(tokens)
         self.tables = widened(self.tables, count)
-        for page in shared.tolist():
-            self._idle.pop(page, None)
-        self.references[shared] += 1
-        self.tables[row, : len(shared)] = shared
+        if len(shared):
+            for page in shared.tolist():
+                self._idle.pop(page, None)
+            self.references[shared] += 1
+            self.tables[row, : len(shared)] = shared
         self.tables[row, len(shared) : count] = self._take(count - len(shared))
         self.owned[row] = count
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ class Sequence:
 
     number: int
     request: Request
-    prompt: IntArray
     on_token: OnToken | None = None
     on_finished: OnFinished | None = None
     decode: Decode | None = None
@@ -41,10 +41,19 @@ class Sequence:
     prompt_log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "length"
 
+    @cached_property
+    def prompt(self) -> IntArray:
+        """Made when it is first needed, which for most of a large batch is while a step runs."""
+        return np.array(self.request.prompt_ids, dtype=np.int64)
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_ids)
+
     @property
     def lacks_prompt_log_probs(self) -> bool:
         wanted = self.request.params.prompt_logprobs
-        return wanted and len(self.prompt_log_probs) < len(self.prompt) - 1
+        return wanted and len(self.prompt_log_probs) < self.prompt_length - 1
 
     @property
     def is_demanding(self) -> bool:
@@ -53,15 +62,22 @@ class Sequence:
         return params.has_penalties or params.prompt_logprobs or params.logprobs > 0
 
     def prefill_ids(self) -> IntArray:
+        if not self.token_ids:
+            return self.prompt
         return np.concatenate([self.prompt, np.array(self.token_ids, dtype=np.int64)])
 
     @property
     def prefill_length(self) -> int:
-        return len(self.prompt) + len(self.token_ids)
+        return self.prompt_length + len(self.token_ids)
 
     @property
     def max_length(self) -> int:
-        return len(self.prompt) + self.request.params.max_tokens
+        return self.prompt_length + self.request.params.max_tokens
+
+    @property
+    def wants_pages(self) -> bool:
+        """Whether it may need more of them than what is prefilled does."""
+        return pages_for(self.max_length) > pages_for(self.prefill_length)
 
     def take_in(self, token_ids: list[int], log_probs: list[float], version: int) -> None:
         """Note tokens that were sampled since it was last put to wait, all by one version."""
@@ -124,7 +140,7 @@ class Running:
         self.cached[row] = 0
         self.max_pages[row] = pages_for(sequence.max_length)
         self.listened[row] = sequence.on_token is not None
-        self._prompt[row] = len(sequence.prompt)
+        self._prompt[row] = sequence.prompt_length
         self._max_length[row] = sequence.max_length
         self._stops[row] = NO_TOKEN
         if not params.ignore_eos:

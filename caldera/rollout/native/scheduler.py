@@ -36,6 +36,7 @@ class _Plan:
     leaders: list[int] = field(default_factory=list)  # the place in `rows` of what was run for each
     copies: list[tuple[int, int]] = field(default_factory=list)  # pages, (source, target)
     tokens: int = 0
+    wanting: int = 0  # sequences that run, or will, and may want one more page
 
     @property
     def ends_a_row(self) -> bool:
@@ -91,9 +92,9 @@ class Scheduler:
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Let sequences wait; those with one prompt are together, behind the first of them."""
-        groups: dict[bytes, list[Sequence]] = {}
+        groups: dict[tuple[int, ...], list[Sequence]] = {}
         for sequence in sequences:
-            groups.setdefault(sequence.prompt.tobytes(), []).append(sequence)
+            groups.setdefault(tuple(sequence.request.prompt_ids), []).append(sequence)
         for members in groups.values():
             self._waiting.extend(members)
 
@@ -171,6 +172,8 @@ class Scheduler:
 
     def _admit(self, plan: _Plan, budget: int) -> None:
         """Plan as many waiting sequences as tokens, rows and pages allow."""
+        order = self._running.order
+        plan.wanting = int((self._running.max_pages[order] > self._blocks.owned[order]).sum())
         while self._waiting and self._running.free_rows:
             sequence = self._waiting[0]
             leader = self._running.at(plan.rows[-1]) if plan.ends_a_row else None
@@ -179,10 +182,11 @@ class Scheduler:
                     return
             elif not self._begin(plan, sequence, budget):
                 return
+            plan.wanting += sequence.wants_pages
 
     def _fork(self, plan: _Plan, leader: Sequence, sequence: Sequence) -> bool:
         length = sequence.prefill_length
-        if not self._fits(sequence, length % PAGE_SIZE > 0):
+        if not self._fits(plan, sequence, length % PAGE_SIZE > 0):
             return False
         row = self._running.admit(self._waiting.popleft())
         self._running.cached[row] = length
@@ -200,8 +204,8 @@ class Scheduler:
             count = min(count, budget - plan.tokens)
         elif plan.rows and plan.tokens + count > budget:
             return False
-        in_use = int((self._blocks.references[known] > 0).sum())
-        if count < 1 or not self._fits(sequence, pages_for(length) - in_use):
+        in_use = int((self._blocks.references[known] > 0).sum()) if len(known) else 0
+        if count < 1 or not self._fits(plan, sequence, pages_for(length) - in_use):
             return False
         row = self._running.admit(self._waiting.popleft())
         self._blocks.allocate(row, length, known)
@@ -217,14 +221,11 @@ class Scheduler:
         extend_keys(sequence.keys, sequence.prefill_ids(), full)
         return self._blocks.find(sequence.keys[:full])
 
-    def _fits(self, sequence: Sequence, needed: int) -> bool:
+    def _fits(self, plan: _Plan, sequence: Sequence, needed: int) -> bool:
         """Whether a page is left for each that will want one, so that none is evicted at once."""
-        order = self._running.order
-        if not len(order):
-            return needed <= self._blocks.free_pages
-        wanting = int((self._running.max_pages[order] > self._blocks.owned[order]).sum())
-        wanting += pages_for(sequence.max_length) > pages_for(sequence.prefill_length)
-        return needed + wanting <= self._blocks.free_pages
+        if len(self._running):
+            needed += plan.wanting + sequence.wants_pages
+        return needed <= self._blocks.free_pages
 
     # ---- steps
 
@@ -328,5 +329,5 @@ class Scheduler:
 def _same_tokens(one: Sequence, other: Sequence) -> bool:
     """Whether what is run for one says what the other wants to know."""
     return not (one.token_ids or other.token_ids or other.lacks_prompt_log_probs) and (
-        np.array_equal(one.prompt, other.prompt)
+        tuple(one.request.prompt_ids) == tuple(other.request.prompt_ids)
     )
