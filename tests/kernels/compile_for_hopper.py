@@ -121,7 +121,10 @@ def compile_the_rest() -> None:
     widths = {"WIDTH": 896, "WIDTH_PADDED": 1024}
     types = {"scale": HALF}
     letters = {"PAGE": 16, "FIELDS": mail.FIELDS, "INPUTS": mail.INPUTS}
-    compile_kernel(chained_kernels.begin_kernel, {**widths, **letters}, types, num_warps=1)
+    for width in (1024, 8192):
+        constants = {**letters, "WIDTH": width - 128, "WIDTH_PADDED": width}
+        warps = chained.begin_warps(width)
+        compile_kernel(chained_kernels.begin_kernel, constants, types, num_warps=warps)
     types_of_places = {"tokens": "*i64", "places": "*i64"}
     constants = {**letters, "BLOCK": 128}
     compile_kernel(step_kernels._begin_kernel, constants, types_of_places, num_warps=4)
@@ -135,13 +138,15 @@ def compile_the_rest() -> None:
     compile_kernel(chained_kernels.gate_kernel, {"BLOCK": 1024, "CHAINED": 1}, num_warps=4)
     constants = {"WIDTH": 64, "WIDTH_PADDED": 64, "SPLITS": 16, "CHAINED": 1}
     compile_kernel(attention_kernels._combine_kernel, constants, {"weight": "*fp32"}, num_warps=1)
-    for raw in (False, True):
+    for raw, with_letters in ((False, True), (True, True), (True, False)):
         constants = {
-            "TILE": step_kernels.TILE, "RAW": raw, "LETTERS": mail.LETTERS, "CHAINED": 1
+            "TILE": step_kernels.TILE, "RAW": raw, "LETTERS": mail.LETTERS, "CHAINED": with_letters
         }  # fmt: skip
+        constants |= {} if with_letters else {"turn": None}
         types = {"logits": HALF, "found": "*fp32", "out": "*i32"}
         compile_kernel(step_kernels._tile_kernel, constants, types, num_warps=8)
-        compile_kernel(step_kernels._choose_kernel, {**constants, "TILES": 64}, types, num_warps=8)
+        constants |= {"TILES": 64} if with_letters else {"TILES": 64, "answers": None}
+        compile_kernel(step_kernels._choose_kernel, constants, types, num_warps=8)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from caldera.rollout.native.cuda.attention_kernels import Pages, attend_pages
-from caldera.rollout.native.cuda.mail import LETTERS, Mail
+from caldera.rollout.native.cuda.mail import LETTERS, UNANSWERED, Mail
 from caldera.rollout.native.cuda.step_kernels import begin_step, choose
 
 
@@ -131,3 +131,17 @@ def test_letters_that_were_not_read_are_passed_over(device: torch.device) -> Non
     mail.send(told, 4, 1)
     begin_step(mail, inputs, newest, tables)
     assert inputs[:, 0].tolist() == [0] * 5
+
+
+def test_a_step_that_reads_another_letter_is_noticed(device: torch.device) -> None:
+    mail = Mail(4, device)
+    newest = torch.zeros(2, dtype=torch.int64, device=device)
+    tables = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    inputs = torch.zeros(5, 4, dtype=torch.int32, device=device)
+    mail.send(np.zeros((5, 2), dtype=np.int32), 4, 1)
+    mail.turn += 1
+    begin_step(mail, inputs, newest, tables)
+    choose(torch.randn(4, 300, device=device), inputs, newest, False, mail=mail)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert (mail.answer(4)[0, :2] == UNANSWERED).all()

@@ -192,6 +192,8 @@ class NativeRollout(StepwiseRollout):
                 yield
                 self._land_all()
             except BaseException:  # whatever it was, a step may have been left half done
+                for flight in self._flights:
+                    flight.abandon()
                 self._reset()
                 raise
 
@@ -279,7 +281,7 @@ class NativeRollout(StepwiseRollout):
             # positions of this run that say something new of the prompt
             start = int(self._running.cached[row]) - count
             first = len(sequence.prompt_log_probs)
-            last = min(start + count, sequence.prompt_length - 1)
+            last = min(start + count, len(sequence.prompt) - 1)
             if first < last:
                 said = hidden[begin + first - start : begin + last - start]
                 labels = sequence.prompt[first + 1 : last + 1]
@@ -292,7 +294,8 @@ class NativeRollout(StepwiseRollout):
         on_token: OnToken | None,
         on_finished: OnFinished | None,
     ) -> Sequence:
-        return Sequence(number, request, on_token, on_finished, self.decode)
+        prompt = np.array(request.prompt_ids, dtype=np.int64)
+        return Sequence(number, request, prompt, on_token, on_finished, self.decode)
 
     def _take_in(self, sequences: list[Sequence]) -> None:
         self._present.update((sequence.number, sequence) for sequence in sequences)

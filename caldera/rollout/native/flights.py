@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -33,4 +35,12 @@ class Flight:
         if self._arrival is not None:
             self._arrival.synchronize()
         told: NDArray[np.int32] = self._told.numpy()
-        return told[0].astype(np.int64), told[1].view(np.float32)
+        tokens, log_probs = told[0].astype(np.int64), told[1].view(np.float32).copy()
+        assert (tokens >= 0).all(), "a step told its tokens to another"
+        return tokens, log_probs
+
+    def abandon(self) -> None:
+        """Wait until the device writes no more, whatever becomes of the step."""
+        if self._arrival is not None:
+            with suppress(RuntimeError):  # of the device, which others are told of
+                self._arrival.synchronize()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ class Sequence:
 
     number: int
     request: Request
+    prompt: IntArray
     on_token: OnToken | None = None
     on_finished: OnFinished | None = None
     decode: Decode | None = None
@@ -41,19 +41,10 @@ class Sequence:
     prompt_log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "length"
 
-    @cached_property
-    def prompt(self) -> IntArray:
-        """Made when it is first needed, which for most of a large batch is while a step runs."""
-        return np.array(self.request.prompt_ids, dtype=np.int64)
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.request.prompt_ids)
-
     @property
     def lacks_prompt_log_probs(self) -> bool:
         wanted = self.request.params.prompt_logprobs
-        return wanted and len(self.prompt_log_probs) < self.prompt_length - 1
+        return wanted and len(self.prompt_log_probs) < len(self.prompt) - 1
 
     @property
     def is_demanding(self) -> bool:
@@ -68,11 +59,11 @@ class Sequence:
 
     @property
     def prefill_length(self) -> int:
-        return self.prompt_length + len(self.token_ids)
+        return len(self.prompt) + len(self.token_ids)
 
     @property
     def max_length(self) -> int:
-        return self.prompt_length + self.request.params.max_tokens
+        return len(self.prompt) + self.request.params.max_tokens
 
     @property
     def wants_pages(self) -> bool:
@@ -140,7 +131,7 @@ class Running:
         self.cached[row] = 0
         self.max_pages[row] = pages_for(sequence.max_length)
         self.listened[row] = sequence.on_token is not None
-        self._prompt[row] = sequence.prompt_length
+        self._prompt[row] = len(sequence.prompt)
         self._max_length[row] = sequence.max_length
         self._stops[row] = NO_TOKEN
         if not params.ignore_eos:

@@ -92,9 +92,9 @@ class Scheduler:
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Let sequences wait; those with one prompt are together, behind the first of them."""
-        groups: dict[tuple[int, ...], list[Sequence]] = {}
+        groups: dict[bytes, list[Sequence]] = {}
         for sequence in sequences:
-            groups.setdefault(tuple(sequence.request.prompt_ids), []).append(sequence)
+            groups.setdefault(sequence.prompt.tobytes(), []).append(sequence)
         for members in groups.values():
             self._waiting.extend(members)
 
@@ -172,6 +172,8 @@ class Scheduler:
 
     def _admit(self, plan: _Plan, budget: int) -> None:
         """Plan as many waiting sequences as tokens, rows and pages allow."""
+        if not self._waiting:
+            return
         order = self._running.order
         plan.wanting = int((self._running.max_pages[order] > self._blocks.owned[order]).sum())
         while self._waiting and self._running.free_rows:
@@ -329,5 +331,5 @@ class Scheduler:
 def _same_tokens(one: Sequence, other: Sequence) -> bool:
     """Whether what is run for one says what the other wants to know."""
     return not (one.token_ids or other.token_ids or other.lacks_prompt_log_probs) and (
-        tuple(one.request.prompt_ids) == tuple(other.request.prompt_ids)
+        one.prompt.tobytes() == other.prompt.tobytes()
     )

@@ -43,7 +43,7 @@ class Strip(NamedTuple):
     """What a program has of a product that has all sequences."""
 
     columns: int  # rows of the weight
-    depth: int  # cells of these that it reads at a time
+    depth: int  # cells of these that it multiplies at a time
     warps: int
     stages: int = 0  # blocks that are under way in a loop; 0: it reads all before it waits
 
@@ -142,6 +142,11 @@ class ChainedSteps:
         return _FewRows if size <= MOST_ROWS else _SomeRows
 
 
+def begin_warps(width: int) -> int:
+    """Of the kernel that begins a step, each of which reads the letter: as few as will do."""
+    return max(1, min(width // 1024, 8))
+
+
 def _angles(rotary: nn.Module, like: Tensor, state: DeviceState) -> tuple[Tensor, Tensor]:
     """Cosines and sines of all positions, (positions, D) each."""
     longest = state.tables.shape[1] * PAGE_SIZE
@@ -167,12 +172,12 @@ class _Step(ABC):
         self._hidden = steps.embedding.new_empty(size, width)
         self.normed = torch.empty_like(self._hidden)
         mail, tables = steps.state.mail, steps.state.tables
+        padded = triton.next_power_of_2(width)
         begin_kernel[(size,)](
             mail.letters, mail.turn, inputs, steps.state.newest, tables, steps.embedding,
             steps.layers[0].before, self._hidden, self.normed, size, mail.letters.stride(0),
-            tables.stride(0), steps.epsilon, WIDTH=width,
-            WIDTH_PADDED=triton.next_power_of_2(width), PAGE=PAGE_SIZE, FIELDS=FIELDS,
-            INPUTS=INPUTS, num_warps=1, enable_fp_fusion=True,
+            tables.stride(0), steps.epsilon, WIDTH=width, WIDTH_PADDED=padded, PAGE=PAGE_SIZE,
+            FIELDS=FIELDS, INPUTS=INPUTS, num_warps=begin_warps(padded), enable_fp_fusion=True,
         )  # fmt: skip
 
     def heads(self, layer: LayerWeights) -> Tensor:
@@ -307,6 +312,8 @@ class _FewRows(_Step):
         self, weight: Tensor, bias: Tensor | None, width: int, strip: Strip, gated: bool = False
     ) -> Tensor:
         """The normed states by a weight, (B, width)."""
+        whole = 2 * SLABS * strip.depth  # what a program without a loop has
+        assert strip.stages or weight.shape[1] <= whole, (strip, weight.shape)
         out = weight.new_empty(self._size, width)
         product_kernel[(triton.cdiv(len(weight), strip.columns),)](
             self.normed, weight, bias, out, self._size, width, K=weight.shape[1],

@@ -36,7 +36,8 @@ def _slabs(
     source: tl.tensor, row: tl.tensor, inside: tl.tensor, start: tl.constexpr, K: tl.constexpr,
     SLABS: tl.constexpr, DEPTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The same as (SLABS, N, DEPTH): one slab a warp, so that short products take all of them."""
+    """The same as (SLABS, N, DEPTH): warps share the slabs, so that short products take all of
+    them."""
     k = start + (tl.arange(0, SLABS) * DEPTH)[:, None] + tl.arange(0, DEPTH)[None, :]
     there = inside[None, :, None] & (k < K)[:, None, :]
     cells = row[None, :, None] * K + k[:, None, :]

@@ -19,6 +19,8 @@ FIELDS = 8
 """Of a letter for each place, of which the first are the inputs: what is read from it at once."""
 LETTERS = 8
 """Steps that may be under way are far fewer: no letter is written to that is still to be read."""
+UNANSWERED = -1
+"""Where a token is to be: a step that read another letter answers elsewhere."""
 
 
 class Mail:
@@ -28,6 +30,8 @@ class Mail:
         self.answers = _shared(places * 2, device)
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)
         """The letter that the next step reads."""
+        self._written: NDArray[np.int32] = self.letters.numpy()
+        self._answered: NDArray[np.int32] = self.answers.numpy()
         self._next = 0
         self._newest = 0
 
@@ -37,14 +41,15 @@ class Mail:
         To be called once for each step that is run.
         """
         self._newest, self._next = self._next, (self._next + 1) % LETTERS
-        letter = self.letters[self._newest, : size * FIELDS].numpy().reshape(size, FIELDS)
+        letter = self._written[self._newest, : size * FIELDS].reshape(size, FIELDS)
         count = inputs.shape[1]
         letter[:count, :INPUTS] = inputs.T
         letter[count:, :INPUTS] = (spare_row, -1, 0, 0, 0)
+        self._answered[self._newest, :count] = UNANSWERED
 
     def answer(self, size: int) -> Tensor:
         """What the newest step of so many places chooses, (2, B), once it has ended: tokens, and
-        log-probs in the same bits. It lasts for a few steps."""
+        log-probs in the same bits. Other steps write to it a few steps later."""
         return self.answers[self._newest, : 2 * size].view(2, size)
 
     def align(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,8 @@ from caldera.config import RolloutConfig
 from caldera.models.attention import ATTENTION
 from caldera.rollout.base import Completion, Request, SamplingParams
 from caldera.rollout.native.engine import NativeRollout
+from caldera.rollout.native.flights import Flight
+from caldera.rollout.native.steps import Step
 from caldera.rollout.service import AsyncSampler
 
 CPU = torch.device("cpu")
@@ -184,3 +188,10 @@ def test_a_cache_that_is_made_anew_and_smaller(module: PreTrainedModel) -> None:
     small = [Request([1] * n, SamplingParams(max_tokens=3), n) for n in (30, 20, 1, 1, 1, 1)]
     want = NativeRollout(config(), module, CPU).generate(small)
     assert told(rollout.generate(small)) == told(want)
+
+
+def test_tokens_that_were_told_to_another_step_are_noticed() -> None:
+    told = torch.tensor([[5, -1], [0, 0]], dtype=torch.int32)
+    numbers = np.arange(2)
+    with pytest.raises(AssertionError, match="another"):
+        Flight(cast(Step, None), numbers, numbers, told).land()
