@@ -148,6 +148,23 @@ def test_stops_and_aborts_while_a_step_is_under_way() -> None:
     assert same >= len(work) - 1
 
 
+def test_a_call_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether an error came while a step was under way, or kept one from being run."""
+    rollout = sampler(build("llama", torch.float32), "float32")
+    want = [answer.token_ids for answer in rollout.generate(requests())]
+
+    def fail(*_: object) -> None:
+        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        rollout.generate(requests(), on_finished=fail)
+    assert [answer.token_ids for answer in rollout.generate(requests())] == want
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="on purpose"):
+        patched.setattr(torch.cuda.CUDAGraph, "replay", fail)
+        rollout.generate(requests())
+    assert [answer.token_ids for answer in rollout.generate(requests())] == want
+
+
 def test_training_changes_what_is_sampled_without_a_copy() -> None:
     module = build("llama", torch.bfloat16)
     weights = sum(p.numel() * p.element_size() for p in module.parameters())

@@ -17,6 +17,7 @@ from caldera.rollout.native.cuda import (
     attention_kernels,
     chained,
     chained_kernels,
+    divisions,
     mail,
     step_kernels,
 )
@@ -83,12 +84,12 @@ def compile_attention() -> None:
 
 
 def compile_strips() -> None:
-    for strips in chained.STRIPS:
+    for strips in divisions.STRIPS:
         rows = max(8, strips.most)
         for strip, gated in ((strips.inward, False), (strips.gates, True)):
             constants = {
                 "K": 896, "COLUMNS": strip.columns, "ROWS": rows, "DEPTH": strip.depth,
-                "SLABS": 0 if strip.stages else chained.SLABS, "GATED": gated,
+                "SLABS": 0 if strip.stages else divisions.SLABS, "GATED": gated,
                 "BIASED": not gated, "STAGES": strip.stages, "CHAINED": 1,
             }  # fmt: skip
             constants |= {"bias": None} if gated else {}
@@ -103,8 +104,8 @@ def compile_strips() -> None:
 
 def compile_tiles() -> None:
     tiles = [
-        ("INWARD", chained.INWARD, 896), ("OUTWARD", chained.OUTWARD, 896),
-        ("OUTWARD", chained.OUTWARD[:1], 576), ("DOWN", chained.DOWN, 4864),
+        ("INWARD", divisions.INWARD, 896), ("OUTWARD", divisions.OUTWARD, 896),
+        ("OUTWARD", divisions.OUTWARD[:1], 576), ("DOWN", divisions.DOWN, 4864),
     ]  # fmt: skip
     for name, every, depth in tiles:
         for tile in every:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import triton
@@ -24,70 +24,26 @@ from caldera.rollout.native.cuda.chained_kernels import (
     tile_kernel,
 )
 from caldera.rollout.native.cuda.chains import CHAINED, CHAINED_LATE, UNCHAINED
+from caldera.rollout.native.cuda.divisions import (
+    DOWN,
+    INWARD,
+    OUTWARD,
+    SLABS,
+    STRIPS,
+    Strip,
+    Tiles,
+)
 from caldera.rollout.native.cuda.graphs import DeviceState
 from caldera.rollout.native.cuda.layer_weights import LayerWeights, known_layers
 from caldera.rollout.native.cuda.mail import FIELDS, INPUTS
 
-SLABS = 4
-"""Two chunks of so many blocks of 128 cells are all of the hidden size."""
-WIDEST, DEEPEST = 2 * SLABS * 128, 8192
+WIDEST, DEEPEST = 1024, 8192
 """Hidden and inner size up to which products of our own are faster than cuBLAS's."""
 MOST_ROWS = 64
 """Sequences up to which programs have all of them, and their tile of weights before they wait."""
 GATES_AT_ONCE = 1024
 """That a program multiplies by each other."""
 HOPPER = 9
-
-
-class Strip(NamedTuple):
-    """What a program has of a product that has all sequences."""
-
-    columns: int  # rows of the weight
-    depth: int  # cells of these that it multiplies at a time
-    warps: int
-    stages: int = 0  # blocks that are under way in a loop; 0: it reads all before it waits
-
-
-class Strips(NamedTuple):
-    """How the products of a layer of few sequences are divided among programs."""
-
-    most: int  # sequences
-    inward: Strip
-    gates: Strip
-    outward: Strip  # one block a program, and as many parts as there are blocks
-    down: Strip
-
-
-class Tiles(NamedTuple):
-    """How a product of more sequences is divided among programs."""
-
-    most: int  # sequences
-    rows: int
-    columns: int
-    depth: int
-    stages: int
-    warps: int
-    parts: int = 1  # of the depth
-
-
-# What was fastest on an H200 for the sizes of Qwen2.5-0.5B, within whole steps.
-STRIPS = [
-    Strips(4, Strip(16, 128, 2), Strip(32, 128, 2), Strip(64, 256, 4), Strip(32, 512, 4)),
-    Strips(8, Strip(16, 128, 2), Strip(32, 128, 2), Strip(64, 256, 4), Strip(128, 256, 8)),
-    Strips(16, Strip(16, 128, 2), Strip(64, 128, 4, 5), Strip(64, 256, 4), Strip(64, 512, 8)),
-    Strips(32, Strip(64, 128, 4, 4), Strip(64, 64, 4, 5), Strip(64, 256, 8), Strip(64, 512, 8)),
-    Strips(64, Strip(64, 128, 4, 4), Strip(64, 64, 4, 5), Strip(64, 512, 4), Strip(128, 512, 8)),
-]
-INWARD = [Tiles(512, 64, 64, 128, 4, 4)]
-OUTWARD = [
-    Tiles(128, 64, 64, 128, 3, 4, 7), Tiles(256, 64, 64, 128, 3, 4, 4),
-    Tiles(512, 64, 128, 128, 3, 4, 2),
-]  # fmt: skip
-DOWN = [
-    Tiles(128, 64, 64, 128, 3, 4, 10), Tiles(192, 64, 128, 64, 4, 4, 12),
-    Tiles(256, 128, 128, 64, 4, 4, 8), Tiles(320, 128, 128, 64, 4, 4, 6),
-    Tiles(512, 128, 128, 64, 4, 4, 4),
-]  # fmt: skip
 MOST_IN_TILES = 512
 """Sequences up to which tiles are no slower than cuBLAS's products."""
 
