@@ -27,7 +27,7 @@ SHARED_MEMORY = 232448
 HALF = "*bf16"
 POINTERS = {
     "pointers": "*i64", "inputs": "*i32", "tables": "*i32", "newest": "*i64",
-    "letters": "*i32", "turn": "*i32", "answers": "*i32",
+    "letters": "*i32", "next_letter": "*i32", "answers": "*i32",
     "partial": "*fp32", "weight": HALF, "parts": "*fp32",
 }  # fmt: skip
 FLOATS = ("epsilon", "scale")
@@ -143,7 +143,7 @@ def compile_the_rest() -> None:
         constants = {
             "TILE": step_kernels.TILE, "RAW": raw, "LETTERS": mail.LETTERS, "CHAINED": with_letters
         }  # fmt: skip
-        constants |= {} if with_letters else {"turn": None}
+        constants |= {} if with_letters else {"next_letter": None}
         types = {"logits": HALF, "found": "*fp32", "out": "*i32"}
         compile_kernel(step_kernels._tile_kernel, constants, types, num_warps=8)
         constants |= {"TILES": 64} if with_letters else {"TILES": 64, "answers": None}

@@ -139,7 +139,7 @@ def test_a_step_that_reads_another_letter_is_noticed(device: torch.device) -> No
     tables = torch.zeros(2, 1, dtype=torch.int32, device=device)
     inputs = torch.zeros(5, 4, dtype=torch.int32, device=device)
     mail.send(np.zeros((5, 2), dtype=np.int32), 4, 1)
-    mail.turn += 1
+    mail.next_letter += 1
     begin_step(mail, inputs, newest, tables)
     choose(torch.randn(4, 300, device=device), inputs, newest, False, mail=mail)
     if device.type == "cuda":

@@ -42,5 +42,5 @@ class Flight:
     def abandon(self) -> None:
         """Wait until the device writes no more, whatever becomes of the step."""
         if self._arrival is not None:
-            with suppress(RuntimeError):  # of the device, which others are told of
+            with suppress(RuntimeError):  # the error that led here is the one to be told
                 self._arrival.synchronize()

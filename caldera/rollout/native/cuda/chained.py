@@ -99,7 +99,7 @@ class ChainedSteps:
 
 
 def begin_warps(width: int) -> int:
-    """Of the kernel that begins a step, each of which reads the letter: as few as will do."""
+    """How many the kernel that begins a step has: few, for each of them reads the letter."""
     return max(1, min(width // 1024, 8))
 
 
@@ -130,7 +130,7 @@ class _Step(ABC):
         mail, tables = steps.state.mail, steps.state.tables
         padded = triton.next_power_of_2(width)
         begin_kernel[(size,)](
-            mail.letters, mail.turn, inputs, steps.state.newest, tables, steps.embedding,
+            mail.letters, mail.next_letter, inputs, steps.state.newest, tables, steps.embedding,
             steps.layers[0].before, self._hidden, self.normed, size, mail.letters.stride(0),
             tables.stride(0), steps.epsilon, WIDTH=width, WIDTH_PADDED=padded, PAGE=PAGE_SIZE,
             FIELDS=FIELDS, INPUTS=INPUTS, num_warps=begin_warps(padded), enable_fp_fusion=True,

@@ -185,11 +185,11 @@ def _store_normed(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def begin_kernel(
-    letters: tl.tensor, turn: tl.tensor, inputs: tl.tensor, newest: tl.tensor, tables: tl.tensor,
-    embedding: tl.tensor, scale: tl.tensor, hidden: tl.tensor, normed: tl.tensor,
-    size: tl.tensor, letter_stride: tl.tensor, table_stride: tl.tensor, epsilon: tl.tensor,
-    WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
-    INPUTS: tl.constexpr,
+    letters: tl.tensor, next_letter: tl.tensor, inputs: tl.tensor, newest: tl.tensor,
+    tables: tl.tensor, embedding: tl.tensor, scale: tl.tensor, hidden: tl.tensor,
+    normed: tl.tensor, size: tl.tensor, letter_stride: tl.tensor, table_stride: tl.tensor,
+    epsilon: tl.tensor, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, PAGE: tl.constexpr,
+    FIELDS: tl.constexpr, INPUTS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Enter the page of each new token into the tables; hidden (B, H) is the token's embedding.
 
@@ -199,7 +199,7 @@ def begin_kernel(
     cell = tl.arange(0, WIDTH_PADDED)
     inside = cell < WIDTH
     row, position, page = open_letter(
-        letters, turn, inputs, place, size, letter_stride, FIELDS, INPUTS
+        letters, next_letter, inputs, place, size, letter_stride, FIELDS, INPUTS
     )
     taken = position >= 0
     tl.store(tables + row * table_stride + tl.maximum(position, 0) // PAGE, page, mask=taken)

@@ -16,7 +16,7 @@ from torch import Tensor
 INPUTS = 5
 """Rows, positions, pages, random numbers, temperatures: what a step is told of each place."""
 FIELDS = 8
-"""Of a letter for each place, of which the first are the inputs: what is read from it at once."""
+"""Numbers of a letter for each place, 32 bytes: the inputs come first, the rest is not used."""
 LETTERS = 8
 """Steps that may be under way are far fewer: no letter is written to that is still to be read."""
 UNANSWERED = -1
@@ -28,8 +28,8 @@ class Mail:
         """A step has at most so many places."""
         self.letters = _shared(places * FIELDS, device)
         self.answers = _shared(places * 2, device)
-        self.turn = torch.zeros(1, dtype=torch.int32, device=device)
-        """The letter that the next step reads."""
+        self.next_letter = torch.zeros(1, dtype=torch.int32, device=device)
+        """Which one the device reads for its next step; `_next` is what the host writes next."""
         self._written: NDArray[np.int32] = self.letters.numpy()
         self._answered: NDArray[np.int32] = self.answers.numpy()
         self._next = 0
@@ -54,7 +54,7 @@ class Mail:
 
     def align(self) -> None:
         """Let the device read the next letter that is sent, whatever became of those before."""
-        self.turn.fill_(self._next)
+        self.next_letter.fill_(self._next)
 
 
 def _shared(size: int, device: torch.device) -> Tensor:

@@ -38,7 +38,7 @@ def begin_step(mail: Mail, inputs: Tensor, newest: Tensor, tables: Tensor) -> tu
     tokens = newest.new_empty(1, size)
     places = torch.empty_like(tokens)
     _begin_kernel[(triton.cdiv(size, 128),)](
-        mail.letters, mail.turn, inputs, newest, tables, tokens, places, size,
+        mail.letters, mail.next_letter, inputs, newest, tables, tokens, places, size,
         mail.letters.stride(0), tables.stride(0), PAGE=PAGE_SIZE, BLOCK=128, FIELDS=FIELDS,
         INPUTS=INPUTS, num_warps=4,
     )  # fmt: skip
@@ -53,14 +53,14 @@ def _field(told: tl.tensor, field: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def open_letter(
-    letters: tl.tensor, turn: tl.tensor, inputs: tl.tensor, place: tl.tensor, size: tl.tensor,
-    stride: tl.tensor, FIELDS: tl.constexpr, INPUTS: tl.constexpr,
+    letters: tl.tensor, next_letter: tl.tensor, inputs: tl.tensor, place: tl.tensor,
+    size: tl.tensor, stride: tl.tensor, FIELDS: tl.constexpr, INPUTS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Lay what some places (n,) are told beside the other inputs; returns rows, positions and
     pages, (n,) each."""
     field = tl.arange(0, FIELDS)
     inside = (place < size)[:, None]
-    letter = letters + tl.load(turn) * stride
+    letter = letters + tl.load(next_letter) * stride
     told = tl.load(letter + place[:, None] * FIELDS + field[None, :], mask=inside, other=0)
     target = inputs + field[None, :] * size + place[:, None]
     tl.store(target, told, mask=inside & (field < INPUTS)[None, :])
@@ -69,15 +69,15 @@ def open_letter(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _begin_kernel(
-    letters: tl.tensor, turn: tl.tensor, inputs: tl.tensor, newest: tl.tensor, tables: tl.tensor,
-    tokens: tl.tensor, places: tl.tensor, size: tl.tensor, letter_stride: tl.tensor,
-    table_stride: tl.tensor, PAGE: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
-    INPUTS: tl.constexpr,
+    letters: tl.tensor, next_letter: tl.tensor, inputs: tl.tensor, newest: tl.tensor,
+    tables: tl.tensor, tokens: tl.tensor, places: tl.tensor, size: tl.tensor,
+    letter_stride: tl.tensor, table_stride: tl.tensor, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr, INPUTS: tl.constexpr,
 ) -> None:  # fmt: skip
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     row, position, page = open_letter(
-        letters, turn, inputs, place, size, letter_stride, FIELDS, INPUTS
+        letters, next_letter, inputs, place, size, letter_stride, FIELDS, INPUTS
     )
     taken = inside & (position >= 0)
     position = tl.maximum(position, 0)
@@ -110,24 +110,24 @@ def choose(
     tiles = triton.cdiv(vocabulary, TILE)
     found = torch.empty(3, size, tiles, dtype=torch.float32, device=logits.device)
     out = torch.empty(2, size, dtype=torch.int32, device=logits.device)
-    turn, answers, stride = None, None, 0
+    next_letter, answers, stride = None, None, 0
     if mail is not None:
-        turn, answers, stride = mail.turn, mail.answers, mail.answers.stride(0)
+        next_letter, answers, stride = mail.next_letter, mail.answers, mail.answers.stride(0)
     _tile_kernel[(size, tiles)](
-        logits, inputs, found, turn, size, vocabulary, logits.stride(0),
+        logits, inputs, found, next_letter, size, vocabulary, logits.stride(0),
         TILE=TILE, RAW=raw, LETTERS=LETTERS, num_warps=8, **chain,
     )  # fmt: skip
     _choose_kernel[(size,)](
-        logits, inputs, found, newest, out, turn, answers, size, vocabulary, logits.stride(0),
-        tiles, stride, TILE=TILE, TILES=triton.next_power_of_2(tiles), RAW=raw, LETTERS=LETTERS,
-        num_warps=8, **chain,
+        logits, inputs, found, newest, out, next_letter, answers, size, vocabulary,
+        logits.stride(0), tiles, stride, TILE=TILE, TILES=triton.next_power_of_2(tiles), RAW=raw,
+        LETTERS=LETTERS, num_warps=8, **chain,
     )  # fmt: skip
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile_kernel(
-    logits: tl.tensor, inputs: tl.tensor, found: tl.tensor, turn: tl.tensor, size: tl.tensor,
+    logits: tl.tensor, inputs: tl.tensor, found: tl.tensor, next_letter: tl.tensor, size: tl.tensor,
     vocabulary: tl.tensor, stride: tl.tensor, TILE: tl.constexpr, RAW: tl.constexpr,
     LETTERS: tl.constexpr, CHAINED: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -137,8 +137,8 @@ def _tile_kernel(
         gdc_wait()
     place, tile = tl.program_id(0), tl.program_id(1)
     tiles = tl.num_programs(1)
-    if turn is not None:  # the letter was opened by a kernel that has ended
-        tl.store(turn, (tl.load(turn) + 1) % LETTERS, mask=(place == 0) & (tile == 0))
+    if next_letter is not None:  # the letter was opened by a kernel that has ended
+        tl.store(next_letter, (tl.load(next_letter) + 1) % LETTERS, mask=(place == 0) & (tile == 0))
     inverse = tl.load(inputs + 4 * size + place).to(tl.float32, bitcast=True)
     inverse = tl.where(inverse == 0, 1.0, inverse)
     token = tile * TILE + tl.arange(0, TILE)
@@ -158,7 +158,7 @@ def _tile_kernel(
 @triton.jit  # type: ignore[untyped-decorator]
 def _choose_kernel(
     logits: tl.tensor, inputs: tl.tensor, found: tl.tensor, newest: tl.tensor, out: tl.tensor,
-    turn: tl.tensor, answers: tl.tensor, size: tl.tensor, vocabulary: tl.tensor,
+    next_letter: tl.tensor, answers: tl.tensor, size: tl.tensor, vocabulary: tl.tensor,
     stride: tl.tensor, tiles: tl.tensor, answer_stride: tl.tensor, TILE: tl.constexpr,
     TILES: tl.constexpr, RAW: tl.constexpr, LETTERS: tl.constexpr, CHAINED: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -207,8 +207,8 @@ def _choose_kernel(
     bits = log_prob.to(tl.int32, bitcast=True)
     tl.store(out + place, drawn)
     tl.store(out + size + place, bits)
-    if turn is not None:
-        answer = answers + (tl.load(turn) + LETTERS - 1) % LETTERS * answer_stride + place
+    if next_letter is not None:
+        answer = answers + (tl.load(next_letter) + LETTERS - 1) % LETTERS * answer_stride + place
         tl.store(answer, drawn)
         tl.store(answer + size, bits)
     tl.store(newest + row, drawn.to(tl.int64), mask=position >= 0)
