@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from caldera.models.attention import ATTENTION, PackedSequences
 from caldera.models.forward import hidden_states
-from caldera.rollout.native.attention import PagedPrefill
+from caldera.rollout.native.attention import PagedAttention
 from caldera.rollout.native.cache import CacheShape, KVCache
 from caldera.rollout.native.cuda import chained
 from caldera.rollout.native.cuda.chained import chained_steps
 from caldera.rollout.native.cuda.graphs import DeviceState
 from caldera.rollout.native.cuda.twin import Twin
+from caldera.rollout.native.steps import Prefill
 
 CPU = torch.device("cpu")
 PAGES = 5
@@ -102,8 +104,14 @@ def prefill(
 ) -> None:
     slots = [tables[row, p // 16].item() * 16 + p % 16 for row, n in enumerate(lengths)
              for p in range(n)]  # fmt: skip
-    context = PagedPrefill(cache, lengths, torch.tensor(slots).numpy(), CPU)
-    hidden_states(module, tokens, context.packed.position_ids, context)
+    rows, counts = np.arange(len(lengths)), np.array(lengths)
+    step = Prefill(
+        rows=rows, token_ids=tokens[0].numpy(), slots=np.array(slots), run=rows, counts=counts,
+        ends=counts, tables=tables.numpy(), leaders=rows, page_copies=np.empty((0, 2)),
+        tables_of_rows=tables.numpy(),
+    )  # fmt: skip
+    positions = torch.from_numpy(step.positions)[None]
+    hidden_states(module, tokens, positions, PagedAttention(cache, step, CPU))
 
 
 @pytest.mark.parametrize(

@@ -197,14 +197,10 @@ class NativeRollout(StepwiseRollout):
                 self._reset()
                 raise
 
-    @property
-    def _weights_changed(self) -> bool:
-        return self._stale or self.version != self._scheduler.version
-
     def step(self) -> None:
         if not self._awake:
             raise RolloutError("the sampler sleeps: wake it up before generating")
-        if self._weights_changed:
+        if self._stale or self.version != self._scheduler.version:
             self._land_all()
             self._scheduler.restart()
             self._scheduler.version = self.version
@@ -273,8 +269,9 @@ class NativeRollout(StepwiseRollout):
 
     def _note_prompts(self, step: Prefill, hidden: Tensor) -> None:
         """Keep the log-probs of prompts that are asked for; hidden (T, H)."""
-        begins = np.cumsum(step.lengths) - step.lengths
-        for row, begin, count in zip(step.run.tolist(), begins.tolist(), step.lengths, strict=True):
+        begins = np.cumsum(step.counts) - step.counts
+        runs = zip(step.run.tolist(), begins.tolist(), step.counts.tolist(), strict=True)
+        for row, begin, count in runs:
             sequence = self._running.at(row)
             if not sequence.lacks_prompt_log_probs:
                 continue

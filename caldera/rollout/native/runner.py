@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from caldera.models.attention import AttentionContext
 from caldera.models.forward import language_head, language_logits
 from caldera.models.head import head_outputs
-from caldera.rollout.native.attention import PagedChunks, PagedDecode, PagedPrefill, to_device
+from caldera.rollout.native.attention import PagedAttention, to_device
 from caldera.rollout.native.blocks import IntArray
 from caldera.rollout.native.cache import KVCache
 from caldera.rollout.native.sampler import SamplingRows
-from caldera.rollout.native.steps import Chunks, Decode, Prefill, Step
+from caldera.rollout.native.steps import Decode, Prefill, Step
 from caldera.rollout.native.trunk import Trunk, attending, plain_trunk
 
 
@@ -69,7 +69,7 @@ class Runner:
         if len(step.page_copies):
             sources, targets = to_device(step.page_copies.T.copy(), self._device)
             cache.copy_pages(sources, targets)
-        ends = np.cumsum(step.lengths) - 1
+        ends = np.cumsum(step.counts) - 1
         runs, places = np.unique(step.leaders, return_inverse=True)
         last = to_device(ends[runs], self._device)
         logits = self._logits(hidden.index_select(0, last))
@@ -95,20 +95,14 @@ class Runner:
 
     def _attention(self, step: Step, cache: KVCache) -> AttentionContext:
         """How the step's tokens attend."""
-        device = self._device
-        if isinstance(step, Decode):
-            return PagedDecode(cache, step.tables, step.lengths, step.slots, device)
-        if isinstance(step, Chunks):
-            counts = np.array(step.lengths)
-            return PagedChunks(cache, step.tables, counts, step.ends, step.slots, device)
-        return PagedPrefill(cache, step.lengths, step.slots, device)
+        return PagedAttention(cache, step, self._device)
 
     def _tokens(self, step: Step) -> Tensor:
         """The step's tokens (1, T). One that is still being sampled is its row's newest."""
         tokens = to_device(step.token_ids, self._device)
         if (step.token_ids < 0).any():
-            rows = step.rows if isinstance(step, Decode) else np.repeat(step.run, step.lengths)
-            newest = self.newest.index_select(0, to_device(rows, self._device))
+            rows = to_device(np.repeat(step.run, step.counts), self._device)
+            newest = self.newest.index_select(0, rows)
             tokens = torch.where(tokens < 0, newest, tokens)
         return tokens[None]
 

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caldera.rollout.base import FinishReason
-from caldera.rollout.native.attention import padding_order
 from caldera.rollout.native.blocks import (
     NO_PAGES,
     PAGE_SIZE,
@@ -20,7 +19,7 @@ from caldera.rollout.native.blocks import (
 )
 from caldera.rollout.native.prefixes import extend_keys
 from caldera.rollout.native.running import NO_ROW, Running, Sequence
-from caldera.rollout.native.steps import Chunks, Decode, Prefill, Step
+from caldera.rollout.native.steps import Decode, Prefill, Step
 
 ADMISSION_SHARE = 8
 """Sequences are admitted when an eighth of the rows is free: a prefill pass stops the decoding."""
@@ -98,9 +97,6 @@ class Scheduler:
         for members in groups.values():
             self._waiting.extend(members)
 
-    def has_work(self) -> bool:
-        return bool(self._waiting) or len(self._running) > 0
-
     def schedule(self) -> Step:
         """The next step."""
         if self._chunked:
@@ -131,7 +127,7 @@ class Scheduler:
         rows = step.rows[alive]
         recorded = self._running.record(rows, positions[alive], tokens[alive], log_probs[alive])
         if self._prefixes and isinstance(step, Prefill):
-            for row in np.setdiff1d(step.prefilled, step.rows[~alive]).tolist():
+            for row in np.setdiff1d(step.run[step.counts > 1], step.rows[~alive]).tolist():
                 self._keep(row)
         finished = []
         reasons: tuple[FinishReason, FinishReason] = ("stop", "length")
@@ -248,7 +244,7 @@ class Scheduler:
             return self._decode(ready)
         return self._packed(plan, ready)
 
-    def _packed(self, plan: _Plan, ready: IntArray | None = None) -> Prefill | Chunks:
+    def _packed(self, plan: _Plan, ready: IntArray | None = None) -> Prefill:
         """A step of the runs that were planned, behind the rows that are ready to be decoded."""
         running, blocks = self._running, self._blocks
         decoded = [] if ready is None else ready.tolist()
@@ -260,21 +256,19 @@ class Scheduler:
         positions = np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
         running.cached[rows] += counts
         leaders = np.array(plan.leaders, dtype=np.int64) + len(decoded)
-        packed = Prefill(
+        lengths = running.cached[rows]
+        return Prefill(
             rows=np.array(decoded + plan.sampled, dtype=np.int64),
             token_ids=running.tokens(owners, positions),
             slots=blocks.slots(owners, positions),
-            lengths=counts.tolist(),
             run=rows,
+            counts=counts,
+            ends=lengths,
+            tables=blocks.tables[rows, : pages_for(int(lengths.max()))],
             leaders=np.concatenate([np.arange(len(decoded)), leaders]),
             page_copies=np.array(plan.copies, dtype=np.int64).reshape(-1, 2),
             tables_of_rows=blocks.tables[decoded + plan.sampled],
         )
-        lengths = running.cached[rows]
-        if not starts.any() and (lengths == running.length[rows]).all():
-            return packed
-        tables = blocks.tables[rows, : pages_for(int(lengths.max()))]
-        return Chunks(**vars(packed), places=positions, ends=lengths, tables=tables)
 
     def _ready(self) -> IntArray:
         """The rows that lack one token only, each with a page for it."""
@@ -292,15 +286,12 @@ class Scheduler:
         running, blocks = self._running, self._blocks
         rows = self._ready() if ready is None else ready
         positions = running.cached[rows]
-        order = padding_order(positions + 1)
-        if order is not None:
-            rows, positions = rows[order], positions[order]
         running.cached[rows] += 1
         return Decode(
             rows=rows,
             token_ids=running.tokens(rows, positions),
             slots=blocks.slots(rows, positions),
-            lengths=positions + 1,
+            ends=positions + 1,
             tables=blocks.tables[rows, : pages_for(int(positions.max()) + 1)],
         )
 

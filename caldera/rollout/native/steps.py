@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -11,46 +12,33 @@ from caldera.rollout.native.blocks import IntArray
 
 @dataclass(frozen=True)
 class Prefill:
-    """Whole sequences to run through the model, packed."""
+    """Sequences, or parts of them, to run through the model, packed.
+
+    What comes before a part is in the cache. A row whose part is not its last is run, but no token
+    is sampled for it.
+    """
 
     rows: IntArray  # (B,) of the table, to sample a token for
     token_ids: IntArray  # (T,)
     slots: IntArray  # (T,) where their keys and values are kept
-    lengths: list[int]  # of the sequences that are run: one a group of rows with the same prompt
-    run: IntArray  # (S,) their rows
-    leaders: IntArray  # (B,) which of these was run for each row
+    run: IntArray  # (S,) the rows that are run: one a group of rows with the same prompt
+    counts: IntArray  # (S,) tokens of each that are run
+    ends: IntArray  # (S,) tokens of each that are in the cache after this step
+    tables: IntArray  # (S, pages of the longest)
+    leaders: IntArray  # (B,) which of those that are run was run for each row
     page_copies: IntArray  # (C, 2) pages to copy afterwards, as (source, target)
-    tables_of_rows: IntArray  # (B, pages of the longest)
+    tables_of_rows: IntArray  # (B, as many as any row has had), which recorded steps look up
 
     @property
-    def prefilled(self) -> IntArray:
-        """Rows of which more than one token is run."""
-        return self.run
+    def is_whole(self) -> bool:
+        """Whether nothing comes before what is run."""
+        return bool((self.ends == self.counts).all())
 
     @property
     def positions(self) -> IntArray:
         """(T,) of the tokens in their sequences."""
-        return np.concatenate([np.arange(length) for length in self.lengths])
-
-
-@dataclass(frozen=True)
-class Chunks(Prefill):
-    """Parts of sequences, packed; what comes before each is in the cache. `lengths` are theirs.
-
-    A row whose part is not its last is run, but no token is sampled for it.
-    """
-
-    places: IntArray  # (T,) the positions of the tokens
-    ends: IntArray  # (S,) tokens of each sequence that are in the cache after this step
-    tables: IntArray  # (S, pages of the longest)
-
-    @property
-    def prefilled(self) -> IntArray:
-        return self.run[np.array(self.lengths) > 1]
-
-    @property
-    def positions(self) -> IntArray:
-        return self.places
+        before = np.cumsum(self.counts) - self.ends
+        return np.arange(len(self.token_ids)) - np.repeat(before, self.counts)
 
 
 @dataclass(frozen=True)
@@ -60,12 +48,22 @@ class Decode:
     rows: IntArray  # (B,)
     token_ids: IntArray  # (B,)
     slots: IntArray  # (B,)
-    lengths: IntArray  # (B,) tokens of each sequence, this one included
+    ends: IntArray  # (B,) tokens of each sequence, this one included
     tables: IntArray  # (B, pages of the longest)
+
+    is_whole: ClassVar[bool] = False
+
+    @property
+    def run(self) -> IntArray:
+        return self.rows
+
+    @property
+    def counts(self) -> IntArray:
+        return np.ones_like(self.ends)
 
     @property
     def positions(self) -> IntArray:
-        return self.lengths - 1
+        return self.ends - 1
 
 
 Step = Prefill | Decode

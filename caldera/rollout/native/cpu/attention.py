@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 
 from caldera.models.attention import AttentionLayer
-from caldera.rollout.native.blocks import PAGE_SIZE, IntArray, pages_for
 from caldera.rollout.native.cache import KVCache
-from caldera.rollout.native.cpu.kernels import CpuKernels, Layer, Matrices, Step
+from caldera.rollout.native.cpu.kernels import (
+    CpuKernels,
+    LayerArguments,
+    Matrices,
+    StepArguments,
+)
 from caldera.rollout.native.layers import AttentionParts
-from caldera.rollout.native.steps import Chunks, Decode, Prefill
+from caldera.rollout.native.steps import Step
 
 MOST_OF_A_PART = 4
 """Tokens of a sequence that are taken together."""
@@ -22,10 +26,10 @@ FEW_POSITIONS = 256
 class CompiledAttention:
     """The tokens of a step: each is kept, and attends to the pages of its sequence."""
 
-    def __init__(self, kernels: CpuKernels, cache: KVCache, step: Prefill | Decode) -> None:
+    def __init__(self, kernels: CpuKernels, cache: KVCache, step: Step) -> None:
         self._kernels = kernels
         self._cache = cache
-        counts, ends, tables = _sequences(step)
+        counts, ends, tables = step.counts, step.ends, step.tables
         pieces = -(-counts // MOST_OF_A_PART)
         owner = np.repeat(np.arange(len(counts)), pieces)  # (P,) of each part
         done = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -37,7 +41,7 @@ class CompiledAttention:
         self._arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in arrays]
         seen = int((counts * ends).sum())
         threads = 1 if seen < FEW_POSITIONS else torch.get_num_threads()
-        self._step = Step(
+        self._step = StepArguments(
             len(step.slots), len(owner), tables.shape[1], threads,
             *(array.ctypes.data for array in self._arrays),
         )  # fmt: skip
@@ -84,12 +88,12 @@ class CompiledAttention:
     def _layer(
         self, parts: AttentionParts, heads: tuple[Tensor, Tensor, Tensor],
         turn: tuple[Tensor, Tensor] | None, out: Tensor,
-    ) -> Layer:  # fmt: skip
+    ) -> LayerArguments:  # fmt: skip
         query, key, value = heads
         number, norms = parts.number, parts.norms
         self._cache.check(number, key, value)
         cos, sin = (each.data_ptr() for each in turn) if turn else (None, None)
-        return Layer(
+        return LayerArguments(
             query.data_ptr(), key.data_ptr(), value.data_ptr(),
             query.stride(0), key.stride(0), value.stride(0),
             cos, sin,
@@ -98,19 +102,6 @@ class CompiledAttention:
             out.data_ptr(), query.shape[1], key.shape[1], parts.window or 0, parts.scale,
             norms.epsilon if norms else 0.0,
         )  # fmt: skip
-
-
-def _sequences(step: Prefill | Decode) -> tuple[IntArray, IntArray, IntArray]:
-    """Of each sequence, (S,): tokens in the step, tokens behind it, and (S, W) pages."""
-    if isinstance(step, Decode):
-        return np.ones_like(step.lengths), step.lengths, step.tables
-    counts = np.array(step.lengths, dtype=np.int64)
-    if isinstance(step, Chunks):
-        return counts, step.ends, step.tables
-    starts = np.cumsum(counts) - counts
-    within = PAGE_SIZE * np.arange(pages_for(int(counts.max())))
-    cells = starts[:, None] + np.minimum(within, counts[:, None] - 1)
-    return counts, counts, step.slots[cells] // PAGE_SIZE
 
 
 def _dense(heads: Tensor) -> Tensor:

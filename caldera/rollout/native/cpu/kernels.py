@@ -15,8 +15,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from ctypes import POINTER, c_float, c_int64, c_void_p
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ TILE = 32
 COMPILERS = ("g++", "clang++", "c++")
 
 
-class Step(ctypes.Structure):
+class StepArguments(ctypes.Structure):
     """As in the source."""
 
     _fields_ = (
@@ -42,7 +44,7 @@ class Step(ctypes.Structure):
     )  # fmt: skip
 
 
-class Layer(ctypes.Structure):
+class LayerArguments(ctypes.Structure):
     """As in the source."""
 
     _fields_ = (
@@ -70,23 +72,14 @@ class CpuKernels:
     """What was compiled, for heads of one size, in float32."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._attend = library.caldera_attend
-        self._attend.argtypes = (POINTER(Step), POINTER(Layer))
-        self._attend.restype = None
-        self._run_layer = library.caldera_run_layer
-        self._run_layer.argtypes = (POINTER(Step), POINTER(Layer), POINTER(Matrices))
-        self._run_layer.restype = None
-        self._normalise = library.caldera_normalise
-        self._normalise.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_float, c_int64)
-        self._normalise.restype = None
-
-    def attend(self, step: Step, layer: Layer) -> None:
+        step, layer, matrices = map(POINTER, (StepArguments, LayerArguments, Matrices))
+        self.attend = _function(library.caldera_attend, step, layer)
         """Keep the layer's keys and values, and let the step's tokens attend."""
-        self._attend(step, layer)
-
-    def run_layer(self, step: Step, layer: Layer, matrices: Matrices) -> None:
+        self.run_layer = _function(library.caldera_run_layer, step, layer, matrices)
         """All that a layer does with the values of the step's tokens."""
-        self._run_layer(step, layer, matrices)
+        self._normalise = _function(
+            library.caldera_normalise, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int64
+        )
 
     def normalise(self, values: Tensor, epsilon: float) -> Tensor:
         """values (T, H), each row over the root of its mean square."""
@@ -95,6 +88,11 @@ class CpuKernels:
             values.data_ptr(), out.data_ptr(), *values.shape, epsilon, torch.get_num_threads()
         )
         return out
+
+
+def _function(function: Any, *types: Any) -> Callable[..., None]:
+    function.argtypes, function.restype = types, None
+    return cast(Callable[..., None], function)
 
 
 def why_not(dtype: torch.dtype, head_dim: int) -> str | None:

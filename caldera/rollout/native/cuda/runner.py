@@ -138,7 +138,7 @@ class CudaRunner(Runner):
         if sampling is not None:
             drawn = uniforms(sampling.seed, sampling.generated)
             temperature = sampling.temperature
-        inputs = step_inputs(step.rows, step.lengths - 1, step.slots, drawn, temperature)
+        inputs = step_inputs(step.rows, step.positions, step.slots, drawn, temperature)
         assert self._graphs is not None, "steps are prepared for"
         chosen = self._graphs.run(inputs)
         told = chosen.told if self._is_exact else chosen.answer

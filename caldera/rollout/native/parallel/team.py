@@ -17,7 +17,7 @@ from torch import Tensor
 
 from caldera.config.rollout_checks import check_sampling_ranks
 from caldera.errors import RolloutError
-from caldera.rollout.native.steps import Chunks, Decode, Prefill, Step
+from caldera.rollout.native.steps import Decode, Prefill, Step
 
 Message = NDArray[np.int32]
 
@@ -170,7 +170,7 @@ class Team:
 
 # ---- steps as numbers
 
-KINDS: tuple[type[Prefill] | type[Decode], ...] = (Prefill, Chunks, Decode)
+KINDS: tuple[type[Prefill] | type[Decode], ...] = (Prefill, Decode)
 FLAT = -1
 
 
@@ -194,7 +194,5 @@ def unpacked(message: Message) -> Step:
         array = message[start : start + size].astype(np.int64)
         values[name] = array if columns == FLAT else array.reshape(rows, columns)
         start += size
-    if kind is not Decode:
-        values["lengths"] = values["lengths"].tolist()
     step: Step = kind(**values)
     return step

@@ -7,14 +7,10 @@ import pytest
 import torch
 
 from caldera.errors import UnsupportedError
-from caldera.rollout.native.attention import (
-    PagedDecode,
-    PagedPrefill,
-    padding_order,
-    plan_rectangles,
-)
+from caldera.rollout.native.attention import PagedAttention, plan_rectangles
 from caldera.rollout.native.blocks import BlockManager, pages_for
 from caldera.rollout.native.cache import CacheShape, KVCache
+from caldera.rollout.native.steps import Decode, Prefill
 
 CPU = torch.device("cpu")
 LAYER = SimpleNamespace(layer_idx=0)
@@ -37,7 +33,7 @@ def attend_last(query, keys, values, scale, window):
 def test_decode_attends_to_the_pages_of_its_sequence(lengths, window):
     generator = torch.Generator().manual_seed(0)
     cache = KVCache(CacheShape(1, KV_HEADS, DIM, torch.float32), pages=30, device=CPU)
-    lengths = np.sort(lengths)  # prompts; one token more is decoded
+    lengths = np.array(lengths)  # prompts; one token more is decoded
     blocks = BlockManager(30, len(lengths), 8)
     for row, length in enumerate(lengths.tolist()):
         blocks.allocate(row, length + 1)
@@ -46,14 +42,22 @@ def test_decode_attends_to_the_pages_of_its_sequence(lengths, window):
         torch.randn(tokens + len(lengths), heads, DIM, generator=generator)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    rows = np.repeat(np.arange(len(lengths)), lengths)
+    rows = np.arange(len(lengths))
+    owners = np.repeat(rows, lengths)
     positions = np.concatenate([np.arange(length) for length in lengths])
-    prefill = PagedPrefill(cache, lengths.tolist(), blocks.slots(rows, positions), CPU)
+    slots = blocks.slots(owners, positions)
+    step = Prefill(
+        rows=rows, token_ids=positions, slots=slots, run=rows, counts=lengths, ends=lengths,
+        tables=blocks.tables, leaders=rows, page_copies=np.empty((0, 2)),
+        tables_of_rows=blocks.tables,
+    )  # fmt: skip
+    assert step.is_whole and step.positions.tolist() == positions.tolist()
+    prefill = PagedAttention(cache, step, CPU)
     prefilled = prefill.attend(LAYER, query[:tokens], key[:tokens], value[:tokens], 0.3, window)
 
-    rows = np.arange(len(lengths))
     tables = blocks.tables[:, : pages_for(int(lengths.max()) + 1)]
-    decode = PagedDecode(cache, tables, lengths + 1, blocks.slots(rows, lengths), CPU)
+    step = Decode(rows, rows, blocks.slots(rows, lengths), lengths + 1, tables)
+    decode = PagedAttention(cache, step, CPU)
     decoded = decode.attend(LAYER, query[tokens:], key[tokens:], value[tokens:], 0.3, window)
 
     start = 0
@@ -68,17 +72,17 @@ def test_decode_attends_to_the_pages_of_its_sequence(lengths, window):
         start = end
 
 
-def test_sequences_of_similar_length_are_one_rectangle():
-    lengths = np.array([30, 20, 25, 17])
-    assert padding_order(lengths) is None
-    assert plan_rectangles(lengths) == [slice(0, 4)]
-
-
-def test_sequences_of_different_length_are_split():
-    lengths = np.array([10, 400, 20, 300, 30, 5, 900, 33])
-    order = padding_order(lengths)
-    assert lengths[order].tolist() == [5, 10, 20, 30, 33, 300, 400, 900]
-    assert plan_rectangles(lengths[order]) == [slice(0, 4), slice(4, 5), slice(5, 7), slice(7, 8)]
+@pytest.mark.parametrize(
+    ("counts", "ends", "groups"),
+    [
+        ([1] * 4, [30, 20, 25, 17], [[0, 1, 2, 3]]),
+        ([1] * 8, [10, 400, 20, 300, 30, 5, 900, 33], [[5, 0, 2, 4, 7], [3, 1, 6]]),
+        ([1, 20, 1, 22, 1], [40, 60, 45, 22, 300], [[0, 2], [4], [1, 3]]),
+    ],
+)
+def test_sequences_of_similar_size_are_one_rectangle(counts, ends, groups):
+    found = plan_rectangles(np.array(counts), np.array(ends))
+    assert [group.tolist() for group in found] == groups
 
 
 def test_keys_of_an_unexpected_shape_are_refused():

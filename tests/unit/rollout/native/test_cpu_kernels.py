@@ -19,7 +19,7 @@ from caldera.rollout.native.cpu import kernels as module
 from caldera.rollout.native.cpu.attention import CompiledAttention
 from caldera.rollout.native.cpu.kernels import cpu_kernels, why_not
 from caldera.rollout.native.layers import AttentionParts
-from caldera.rollout.native.steps import Chunks, Decode, Prefill
+from caldera.rollout.native.steps import Decode, Prefill
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
@@ -50,11 +50,11 @@ class Sequences:
         if (self.counts == 1).all():
             return Decode(rows, tokens, self.slots, self.ends, self.tables)
         none = np.empty((0, 2), dtype=np.int64)
-        lengths = self.counts.tolist()
-        plain = (rows, tokens, self.slots, lengths, rows, rows, none, self.tables)
-        if not self.befores.any():
-            return Prefill(*plain)
-        return Chunks(*plain, self.positions, self.ends, self.tables)
+        return Prefill(
+            rows=rows, token_ids=tokens, slots=self.slots, run=rows, counts=self.counts,
+            ends=self.ends, tables=self.tables, leaders=rows, page_copies=none,
+            tables_of_rows=self.tables,
+        )  # fmt: skip
 
     def expected(self, heads: tuple[Tensor, ...], scale: float, window: int | None) -> Tensor:
         query, key, value = heads

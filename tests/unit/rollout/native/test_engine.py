@@ -146,7 +146,7 @@ def test_too_few_pages_evict_the_last_and_lose_nothing(llama, config, make_reque
     steps.clear()
     completions = NativeRollout(config(kv_cache_blocks=5), llama, CPU).generate(requests)
     assert tokens(completions) == tokens(expected)
-    prefills = [step.lengths for step in steps if isinstance(step, Prefill)]
+    prefills = [step.counts.tolist() for step in steps if isinstance(step, Prefill)]
     assert len(prefills) > 1
     assert max(prefills[1]) > 16  # prompt and what was sampled, again
     reference = NativeRollout(config(), llama, CPU).generate(requests)
@@ -162,7 +162,7 @@ def test_samples_of_one_prompt_prefill_once(llama, config, make_requests, steps)
         for request in (first, second)
     ]
     together = NativeRollout(config(), llama, CPU).generate(requests)
-    assert [step.lengths for step in steps if isinstance(step, Prefill)] == [[37, 16]]
+    assert [step.counts.tolist() for step in steps if isinstance(step, Prefill)] == [[37, 16]]
     assert steps[0].leaders.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert len(steps[0].page_copies) == 3  # the partly filled page of the first prompt
     assert sum(isinstance(step, Decode) for step in steps) == 7
@@ -237,7 +237,8 @@ def test_sequences_are_admitted_while_others_run(llama, config, make_requests, s
     NativeRollout(config(max_num_seqs=2), llama, CPU).generate([requests[3], *requests[:3]])
     kinds = [(type(step).__name__, len(step.rows)) for step in steps]
     # the newcomer runs beside the one that is decoded
-    assert kinds[:4] == [("Prefill", 2), ("Decode", 2), ("Decode", 2), ("Chunks", 2)]
+    assert kinds[:4] == [("Prefill", 2), ("Decode", 2), ("Decode", 2), ("Prefill", 2)]
+    assert steps[3].counts.tolist() == [1, 4]
     assert [len(step.rows) for step in steps[4:6]] == [2, 2]
 
 

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caldera.rollout import NativeRollout, Request, SamplingParams
-from caldera.rollout.native.attention import plan_chunks
 from caldera.rollout.native.blocks import BlockManager
 from caldera.rollout.native.prefixes import extend_keys
 from caldera.rollout.native.scheduler import Scheduler
-from caldera.rollout.native.steps import Chunks, Decode, Prefill
+from caldera.rollout.native.steps import Decode, Prefill
 
 CPU = torch.device("cpu")
 FAMILIES = ["llama", "qwen3", "mistral", "gemma3"]
@@ -118,9 +117,9 @@ def test_a_later_turn_runs_only_what_is_new(family, build_model, config, make_re
     ]
     steps.clear()
     found = rollout.generate(later)
-    assert isinstance(steps[0], Chunks)
+    assert isinstance(steps[0], Prefill) and not steps[0].is_whole
     # full pages of what was cached: prompt and answer, less the last token
-    assert steps[0].positions[np.cumsum([0, *steps[0].lengths[:-1]])].tolist() == [32, 48, 32]
+    assert steps[0].positions[np.cumsum([0, *steps[0].counts[:-1]])].tolist() == [32, 48, 32]
     assert_same(found, NativeRollout(config(), model, CPU).generate(later))
 
 
@@ -173,8 +172,8 @@ def test_a_long_prompt_does_not_stop_the_decoding(llama, config, make_requests, 
         while rollout.has_work():
             rollout.step()
     # one token of the short sequence and 23 of the prompt at a time
-    assert [type(step) for step in steps[:5]] == [Prefill, Chunks, Chunks, Chunks, Decode]
-    assert [step.lengths for step in steps[1:4]] == [[1, 23], [1, 23], [1, 14]]
+    assert [type(step) for step in steps[:5]] == [Prefill] * 4 + [Decode]
+    assert [step.counts.tolist() for step in steps[1:4]] == [[1, 23], [1, 23], [1, 14]]
     assert [len(step.rows) for step in steps[1:5]] == [1, 1, 2, 2]
     assert_same(
         list(finished.values()), NativeRollout(config(), llama, CPU).generate([short, long])
@@ -187,7 +186,7 @@ def test_chunks_of_one_prompt_are_forked_at_their_end(llama, config, make_reques
     requests = [replace(request, seed=seed) for seed in range(3)]
     completions = NativeRollout(config(**keys), llama, CPU).generate(requests)
     assert_same(completions, NativeRollout(config(), llama, CPU).generate(requests))
-    assert [step.lengths for step in steps[:2]] == [[32], [18]]
+    assert [step.counts.tolist() for step in steps[:2]] == [[32], [18]]
     assert [len(step.rows) for step in steps[:7]] == [0, 3, 3, 3, 3, 3, 3]
 
 
@@ -199,12 +198,6 @@ def test_pieces_give_what_whole_prompts_give(family, build_model, config, make_r
     expected = NativeRollout(config(), model, CPU).generate(requests)
     keys = {"enable_chunked_prefill": True, "max_num_batched_tokens": 20, "kv_cache_blocks": 12}
     assert_same(NativeRollout(config(**keys), model, CPU).generate(requests), expected)
-
-
-def test_similar_parts_are_one_rectangle():
-    counts, ends = np.array([1, 20, 1, 22, 1]), np.array([40, 60, 45, 22, 300])
-    groups = [group.tolist() for group in plan_chunks(counts, ends)]
-    assert groups == [[0, 2], [4], [1, 3]]
 
 
 @settings(max_examples=12, deadline=None)

@@ -35,7 +35,7 @@ from caldera.rollout import AsyncSampler, Completion, NativeRollout, Request, Sa
 from caldera.rollout.native.parallel.engine import TensorParallelRollout
 from caldera.rollout.native.parallel.sharding import planned_layers
 from caldera.rollout.native.parallel.team import FIRST_PART, packed, unpacked
-from caldera.rollout.native.steps import Chunks, Decode, Prefill, Step
+from caldera.rollout.native.steps import Decode, Prefill, Step
 
 pytestmark = pytest.mark.timeout(240)  # the first test waits for all that the processes do
 CPU = torch.device("cpu")
@@ -317,19 +317,18 @@ def steps() -> list[Step]:
     def some(*shape: int) -> Any:
         return np.random.default_rng(len(shape)).integers(-1, 2**31 - 1, shape)
 
-    plain = Prefill(
-        rows=some(3), token_ids=some(9), slots=some(9), lengths=[4, 5], run=some(2),
-        leaders=some(3), page_copies=some(0, 2), tables_of_rows=some(3, FIRST_PART),
+    packed = Prefill(
+        rows=some(3), token_ids=some(9), slots=some(9), run=some(2), counts=some(2), ends=some(2),
+        tables=some(2, 4), leaders=some(3), page_copies=some(0, 2),
+        tables_of_rows=some(3, FIRST_PART),
     )  # fmt: skip
-    mixed = Chunks(**vars(plain), places=some(9), ends=some(2), tables=some(2, 4))
-    return [plain, mixed, Decode(some(5), some(5), some(5), some(5), some(5, 7))]
+    return [packed, Decode(some(5), some(5), some(5), some(5), some(5, 7))]
 
 
 @pytest.mark.parametrize("step", steps(), ids=lambda step: type(step).__name__)
 def test_a_step_that_was_packed(step: Step) -> None:
     copy = unpacked(packed(step))
     assert type(copy) is type(step)
-    assert isinstance(copy.lengths, type(step.lengths))
     for name, value in vars(step).items():
         np.testing.assert_array_equal(getattr(copy, name), value, err_msg=name)
 
