@@ -89,7 +89,7 @@ def test_a_step_finds_what_the_whole_sequence_does(
     state.newest[:size] = tokens[0, last]
     steps = chained_steps(Twin(module, torch.float32).module, state)
     assert steps is not None
-    state.mail.send(told.numpy(), size + 1, state.spare_row)  # one place that none needs
+    state.mail.send(told.numpy(), size + 1)  # one place that none needs
     inputs = torch.full((5, size + 1), -7, dtype=torch.int32)
     found = steps(inputs)
     assert torch.equal(inputs[:, :size], told)

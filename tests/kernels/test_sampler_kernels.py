@@ -80,7 +80,7 @@ def test_a_row_without_numbers_gets_some_token(device: torch.device) -> None:
     inputs = torch.zeros(5, 2, dtype=torch.int32, device=device)
     inputs[0] = torch.arange(2)
     inputs[4, 1] = torch.ones(1, device=device).view(torch.int32)  # the first is greedy
-    newest = torch.zeros(2, dtype=torch.int64, device=device)
+    newest = torch.zeros(5, dtype=torch.int64, device=device)
     told = choose(logits, inputs, newest, False)
     assert ((told[0] >= 0) & (told[0] < vocabulary)).all()
     assert told[1].view(torch.float32).isnan().all()
@@ -89,7 +89,7 @@ def test_a_row_without_numbers_gets_some_token(device: torch.device) -> None:
 def test_letters_are_read_and_answered_in_turn(device: torch.device) -> None:
     """Each step finds its own inputs and answers beside them, however many were before it."""
     torch.manual_seed(0)
-    most, spare = 140, 6
+    most = spare = 140  # rows, so that the last is of places that none needs
     mail = Mail(most, device)
     newest = torch.arange(100, 100 + spare + 1, device=device)
     tables = torch.full((spare + 1, 4), -1, dtype=torch.int32, device=device)
@@ -101,7 +101,7 @@ def test_letters_are_read_and_answered_in_turn(device: torch.device) -> None:
         told[0], told[1], told[2] = [4, 0, 2], 16 + step, [9, 8, 7]
         told[3] = np.full(count, step / 20, dtype=np.float32).view(np.int32)
         told[4] = np.ones(count, dtype=np.float32).view(np.int32)
-        mail.send(told, size, spare)
+        mail.send(told, size)
         answer = mail.answer(size)
         before = newest.clone()
         tokens, positions = begin_step(mail, inputs, newest, tables)
@@ -122,23 +122,23 @@ def test_letters_are_read_and_answered_in_turn(device: torch.device) -> None:
 
 def test_letters_that_were_not_read_are_passed_over(device: torch.device) -> None:
     mail = Mail(4, device)
-    newest = torch.zeros(2, dtype=torch.int64, device=device)
-    tables = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    newest = torch.zeros(5, dtype=torch.int64, device=device)
+    tables = torch.zeros(5, 1, dtype=torch.int32, device=device)
     inputs = torch.zeros(5, 4, dtype=torch.int32, device=device)
     lost, told = np.full((5, 1), 9, dtype=np.int32), np.zeros((5, 1), dtype=np.int32)
-    mail.send(lost, 4, 1)
+    mail.send(lost, 4)
     mail.align()
-    mail.send(told, 4, 1)
+    mail.send(told, 4)
     begin_step(mail, inputs, newest, tables)
     assert inputs[:, 0].tolist() == [0] * 5
 
 
 def test_a_step_that_reads_another_letter_is_noticed(device: torch.device) -> None:
     mail = Mail(4, device)
-    newest = torch.zeros(2, dtype=torch.int64, device=device)
-    tables = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    newest = torch.zeros(5, dtype=torch.int64, device=device)
+    tables = torch.zeros(5, 1, dtype=torch.int32, device=device)
     inputs = torch.zeros(5, 4, dtype=torch.int32, device=device)
-    mail.send(np.zeros((5, 2), dtype=np.int32), 4, 1)
+    mail.send(np.zeros((5, 2), dtype=np.int32), 4)
     mail.next_letter += 1
     begin_step(mail, inputs, newest, tables)
     choose(torch.randn(4, 300, device=device), inputs, newest, False, mail=mail)

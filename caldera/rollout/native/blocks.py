@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from typing import TypeVar
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 PAGE_SIZE = 16
 """Tokens a page."""
+DIGEST_BYTES = 16
 
 IntArray = NDArray[np.int64]
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -172,3 +174,16 @@ class BlockManager:
         del self._free[-count:]
         self.references[taken] = 1
         return taken
+
+
+def extend_keys(keys: list[bytes], tokens: NDArray[np.integer], pages: int) -> None:
+    """Add keys until each of the first full pages of these tokens has one: two pages with one key
+    hold the same keys and values.
+
+    What a page holds depends on all tokens up to its end, so its key contains the key before it.
+    """
+    for page in range(len(keys), pages):
+        part = tokens[page * PAGE_SIZE : (page + 1) * PAGE_SIZE].astype(np.int32)
+        digest = blake2b(keys[-1] if keys else b"", digest_size=DIGEST_BYTES)
+        digest.update(part.tobytes())
+        keys.append(digest.digest())

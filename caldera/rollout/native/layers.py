@@ -11,7 +11,8 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, Mi
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model
 
-from caldera.models.exact_norm import epsilon_of
+from caldera.models.exact_norm import epsilon_of, kind_of
+from caldera.models.forward import base_module
 
 LAYERS = (LlamaDecoderLayer, Qwen2DecoderLayer, MistralDecoderLayer)
 """Whose queries and keys are rotated as they come, by halves. A class of the same name that
@@ -20,6 +21,37 @@ LAYERS_WITH_HEAD_NORMS = (Qwen3DecoderLayer,)
 """The same, but each head of queries and keys has its norm first."""
 TRUNKS = (LlamaModel, Qwen2Model, Qwen3Model, MistralModel)
 """Which do nothing between embedding, such layers and the last norm."""
+
+
+def has_known_layers(module: nn.Module) -> bool:
+    """Whether all layers are of these kinds, whatever they multiply by."""
+    trunk = cast(Any, base_module(module).base_model)
+    return (
+        type(trunk) in TRUNKS
+        and type(trunk.embed_tokens) is nn.Embedding
+        and kind_of(trunk.norm) is False
+        and all(
+            type(layer) in LAYERS + LAYERS_WITH_HEAD_NORMS
+            and all(kind_of(norm) is False for norm in norms_of(layer))
+            and type(layer.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+            for layer in trunk.layers
+        )
+    )
+
+
+def norms_of(layer: Any) -> list[nn.Module]:
+    """Before attention, behind it, and perhaps those of queries and keys."""
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    if type(layer) in LAYERS_WITH_HEAD_NORMS:
+        norms += [layer.self_attn.q_norm, layer.self_attn.k_norm]
+    return norms
+
+
+def window_of(layer: Any) -> int | None:
+    attention = layer.self_attn
+    holder = attention.config if type(layer).__name__.startswith("Mistral") else attention
+    window: int | None = getattr(holder, "sliding_window", None)
+    return window
 
 
 @dataclass(frozen=True)
@@ -47,9 +79,9 @@ class LayerParts:
     def __init__(self, layer: nn.Module) -> None:
         parts = cast(Any, layer)
         attention, mlp = parts.self_attn, parts.mlp
-        norms = (parts.input_layernorm, parts.post_attention_layernorm)
-        self.epsilons = [epsilon_of(norm) for norm in norms]
-        self.scales: list[Tensor] = [norm.weight for norm in norms]
+        norms = norms_of(layer)
+        self.epsilons = [epsilon_of(norm) for norm in norms[:2]]
+        self.scales = [cast(Tensor, norm.weight) for norm in norms[:2]]
         self.inward: list[nn.Linear] = [attention.q_proj, attention.k_proj, attention.v_proj]
         self.outward: nn.Linear = attention.o_proj
         self.gate: nn.Linear = mlp.gate_proj
@@ -57,14 +89,13 @@ class LayerParts:
         self.down: nn.Linear = mlp.down_proj
         self._head_dim = attention.head_dim
         self._sizes = [linear.out_features // self._head_dim for linear in self.inward]
-        is_mistral = type(layer).__name__.startswith("Mistral")
-        holder = attention.config if is_mistral else attention
-        window: int | None = getattr(holder, "sliding_window", None)
         head_norms = None
-        if isinstance(layer, LAYERS_WITH_HEAD_NORMS):
-            query, key = attention.q_norm, attention.k_norm
-            head_norms = HeadNorms(query.weight, key.weight, epsilon_of(query))
-        self.attention = AttentionParts(attention.layer_idx, attention.scaling, window, head_norms)
+        if len(norms) > 2:
+            query, key = (cast(Tensor, norm.weight) for norm in norms[2:])
+            head_norms = HeadNorms(query, key, epsilon_of(norms[2]))
+        self.attention = AttentionParts(
+            attention.layer_idx, attention.scaling, window_of(layer), head_norms
+        )
 
     def heads(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (T, H, D) of what lies behind each other, (T, N)."""

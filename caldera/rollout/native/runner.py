@@ -16,7 +16,7 @@ from caldera.rollout.native.blocks import IntArray
 from caldera.rollout.native.cache import KVCache
 from caldera.rollout.native.sampler import SamplingRows
 from caldera.rollout.native.steps import Decode, Prefill, Step
-from caldera.rollout.native.trunk import Trunk, attending, plain_trunk
+from caldera.rollout.native.trunk import Trunk, plain_trunk
 
 
 class Output(NamedTuple):
@@ -90,8 +90,7 @@ class Runner:
     def _hidden(self, step: Step, cache: KVCache) -> Tensor:
         """Hidden states (T, H) of the step's tokens."""
         positions = to_device(step.positions, self._device)[None]
-        with attending(self._attention(step, cache)):
-            return self._trunk(self._tokens(step), positions)
+        return self._trunk(self._tokens(step), positions, self._attention(step, cache))
 
     def _attention(self, step: Step, cache: KVCache) -> AttentionContext:
         """How the step's tokens attend."""

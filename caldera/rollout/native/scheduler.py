@@ -15,9 +15,9 @@ from caldera.rollout.native.blocks import (
     PAGE_SIZE,
     BlockManager,
     IntArray,
+    extend_keys,
     pages_for,
 )
-from caldera.rollout.native.prefixes import extend_keys
 from caldera.rollout.native.running import NO_ROW, Running, Sequence
 from caldera.rollout.native.steps import Decode, Prefill, Step
 

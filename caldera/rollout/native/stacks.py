@@ -33,13 +33,6 @@ def put_joint(
         setattr(container, name, _Part(joint, index))
 
 
-def forget_pieces(module: nn.Module) -> None:
-    """Let no layer of a pass that was broken off hand out what that had computed."""
-    for part in module.modules():
-        if isinstance(part, _Part):
-            part.joint.forget()
-
-
 class Product:
     """By a weight (N, K), with a bias (N,) if there is one."""
 
@@ -59,25 +52,22 @@ def joint_product(container: nn.Module, name: str) -> Product | None:
 
 
 class _Joint:
-    """What some layers that multiply the same input compute together, when the first is asked."""
+    """What some layers that multiply the same input compute together, when the first is asked.
+
+    Each piece is handed out once: after a pass that was broken off, the first layer of the next one
+    finds its own gone, and all are computed anew.
+    """
 
     def __init__(self, multiply: Callable[[Tensor], Tensor], sizes: list[int]) -> None:
         self.multiply = multiply
         self._sizes = sizes
-        self._pieces: tuple[Tensor, ...] | None = None
-        self._left = 0
-
-    def forget(self) -> None:
-        self._pieces = None
+        self._pieces: list[Tensor | None] = [None] * len(sizes)
 
     def take(self, values: Tensor, index: int) -> Tensor:
-        if self._pieces is None:
-            self._pieces = self.multiply(values).split(self._sizes, dim=-1)
-            self._left = len(self._sizes)
-        piece = self._pieces[index]
-        self._left -= 1
-        if self._left == 0:
-            self._pieces = None
+        if self._pieces[index] is None:
+            self._pieces = list(self.multiply(values).split(self._sizes, dim=-1))
+        piece, self._pieces[index] = self._pieces[index], None
+        assert piece is not None, "it has just been computed"
         return piece
 
 

@@ -1,4 +1,4 @@
-"""The model's trunk, compiled once for all steps of the sampler.
+"""The model's trunk as the sampler runs it: as it is, or compiled once for all steps.
 
 To the compiler, attention is one opaque operation, which looks up at run time how the tokens of
 this step attend, and in which layer. So prefills and decodings of any size run the same code, and
@@ -7,11 +7,13 @@ so do all layers of a kind.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +34,7 @@ class _Layer:
 
 
 @contextmanager
-def attending(context: AttentionContext) -> Iterator[None]:
+def _attending(context: AttentionContext) -> Iterator[None]:
     """While entered, tokens that this thread runs through a compiled trunk attend so."""
     _current.context, _current.layer = context, 0
     try:
@@ -72,17 +74,13 @@ class _Opaque:
 
 
 _OPAQUE = _Opaque()
-Trunk = Callable[[Tensor, Tensor], Tensor]
-"""From tokens and positions, (1, T) each, to hidden states (T, H), while `attending`."""
+Trunk = Callable[[Tensor, Tensor, AttentionContext], Tensor]
+"""From tokens and positions, (1, T) each, that attend so, to hidden states (T, H)."""
 
 
 def plain_trunk(module: nn.Module) -> Trunk:
-    """The trunk as it is: what attends is looked up without asking the compiler."""
-
-    def run(tokens: Tensor, positions: Tensor) -> Tensor:
-        return hidden_states(module, tokens, positions, _current.context)
-
-    return run
+    """The trunk as it is."""
+    return partial(hidden_states, module)
 
 
 def compiled_trunk(module: nn.Module) -> Trunk:
@@ -93,7 +91,16 @@ def compiled_trunk(module: nn.Module) -> Trunk:
     for part in [*decoder_layers(module), *rest]:
         part.forward = torch.compile(part.forward, dynamic=True)
 
-    def run(tokens: Tensor, positions: Tensor) -> Tensor:
-        return hidden_states(module, tokens, positions, _OPAQUE)
+    def run(tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        with _attending(context):
+            return hidden_states(module, tokens, positions, _OPAQUE)
 
     return run
+
+
+def copied_structure(module: nn.Module, tensors: dict[int, object]) -> nn.Module:
+    """A copy for evaluation that has these tensors in the place of the module's, by their id."""
+    copied = copy.deepcopy(module, tensors).eval()
+    for layer in decoder_layers(copied):
+        layer.__dict__.pop("forward", None)  # compiled for training, and the module's own
+    return copied

@@ -11,42 +11,33 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from caldera.models.exact_norm import epsilon_of, kind_of
+from caldera.models.attention import AttentionContext
+from caldera.models.exact_norm import epsilon_of
 from caldera.models.forward import base_module
 from caldera.rollout.native.cpu.attention import CompiledAttention
 from caldera.rollout.native.cpu.kernels import CpuKernels
 from caldera.rollout.native.cpu.small import SmallLayer
 from caldera.rollout.native.cpu.weights import PackedWeight
-from caldera.rollout.native.layers import LAYERS, LAYERS_WITH_HEAD_NORMS, TRUNKS, LayerParts
+from caldera.rollout.native.layers import LayerParts, has_known_layers
 
 
 def is_lean(module: nn.Module) -> bool:
     """Whether a model is of a shape that is known here: with adapters it is not, say."""
-    trunk = cast(Any, base_module(module).base_model)
-    return (
-        type(trunk) in TRUNKS
-        and len(trunk.layers) == trunk.config.num_hidden_layers
-        and type(trunk.embed_tokens) is nn.Embedding
-        and kind_of(trunk.norm) is False
-        and all(_is_lean_layer(layer) for layer in trunk.layers)
-    )
-
-
-def _is_lean_layer(layer: Any) -> bool:
-    if type(layer) not in LAYERS + LAYERS_WITH_HEAD_NORMS:
+    if not has_known_layers(module):
         return False
+    trunk = cast(Any, base_module(module).base_model)
+    is_complete = len(trunk.layers) == trunk.config.num_hidden_layers
+    return is_complete and all(_has_plain_matrices(layer) for layer in trunk.layers)
+
+
+def _has_plain_matrices(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    if type(layer) in LAYERS_WITH_HEAD_NORMS:
-        norms += [attention.q_norm, attention.k_norm]
     inward = (attention.q_proj, attention.k_proj, attention.v_proj)
     linears = (*inward, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     return (
         all(type(linear) is nn.Linear for linear in linears)
         and len({linear.bias is None for linear in inward}) == 1
         and mlp.gate_proj.weight.dtype == torch.float32  # norms become part of the weights
-        and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
-        and all(kind_of(norm) is False for norm in norms)
     )
 
 
@@ -64,8 +55,9 @@ class LeanTrunk:
         ]
         self.packs = [pack for layer in self._layers for pack in layer.packs]
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attention: CompiledAttention) -> Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         """tokens and positions (1, T); returns (T, H)."""
+        assert isinstance(attention, CompiledAttention), "what else there is knows no turns"
         values = self._embed(tokens)
         cos, sin = (angle[0].contiguous() for angle in self._angles(values, positions))  # (T, D)
         values = values[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Self
 
 import torch
@@ -37,6 +36,7 @@ class HeldWeight:
         self._weights = list(weights)  # (N, K) each
         self._biases = list(biases)  # (N,) each, or none
         self._scale = scale  # (K,) that the values are multiplied by first
+        self._is_large = sum(weight.numel() for weight in weights) >= SMALLEST
         self._packed: Tensor | None = None
         self._bias: Tensor | None = None
 
@@ -44,10 +44,6 @@ class HeldWeight:
     def of(cls, *linears: nn.Linear, scale: Tensor | None = None) -> Self:
         biases = [linear.bias for linear in linears if linear.bias is not None]
         return cls([linear.weight for linear in linears], biases, scale)
-
-    @property
-    def cells(self) -> int:
-        return sum(weight.numel() for weight in self._weights)
 
     def pack(self) -> None:
         weights = self._weights
@@ -71,10 +67,6 @@ class PackedWeight(HeldWeight):
             return whole
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(whole)
         return packed
-
-    @cached_property
-    def _is_large(self) -> bool:
-        return self.cells >= SMALLEST
 
     def __call__(self, values: Tensor) -> Tensor:
         """values (..., K); returns (..., N)."""

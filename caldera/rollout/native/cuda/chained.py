@@ -11,8 +11,7 @@ import triton
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from caldera.models.exact_norm import epsilon_of
-from caldera.models.forward import base_module, decoder_layers
+from caldera.models.forward import base_module
 from caldera.rollout.native.blocks import PAGE_SIZE
 from caldera.rollout.native.cuda.attention_kernels import Pages, Turn, attend_pages
 from caldera.rollout.native.cuda.chained_kernels import (
@@ -73,10 +72,8 @@ class ChainedSteps:
         self.state = state
         self.embedding: Tensor = trunk.embed_tokens.weight
         self.last_norm: Tensor = trunk.norm.weight
-        first = cast(Any, decoder_layers(module)[0])
-        self.epsilon = epsilon_of(first.input_layernorm)
-        self.head_width: int = first.self_attn.head_dim
-        self.scale: float = first.self_attn.scaling
+        self.epsilon, self.scale = layers[0].epsilon, layers[0].scale
+        self.head_width: int = trunk.layers[0].self_attn.head_dim
         heads = len(layers[0].inward) // self.head_width
         queries = layers[0].outward.shape[1] // self.head_width
         self.head_counts = [queries, *[(heads - queries) // 2] * 2]  # queries, keys, values

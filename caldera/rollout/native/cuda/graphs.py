@@ -17,6 +17,7 @@ from caldera.models.exact_mode import in_exactness
 from caldera.rollout.native.blocks import PAGE_SIZE, pages_for
 from caldera.rollout.native.cache import KVCache
 from caldera.rollout.native.cuda.mail import INPUTS, Mail
+from caldera.rollout.native.sampler import SamplingRows, uniforms
 
 
 class Chosen(NamedTuple):
@@ -30,8 +31,7 @@ class DeviceState:
 
     def __init__(self, rows: int, longest: int, layers: int, device: torch.device) -> None:
         """`rows` sequences run at a time, each of at most so many tokens."""
-        self.spare_row = rows
-        """Of places that no sequence needs."""
+        # The last row is of places that no sequence needs.
         self.newest = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         width = pages_for(longest)
         self.tables = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
@@ -106,14 +106,14 @@ class DecodeGraphs:
             self._recorded[size] = self._record(size)
         graph, logits, told = self._recorded[size]
         mail = self._state.mail
-        mail.send(inputs, size, self._state.spare_row)
+        mail.send(inputs, size)
         graph.replay()
         return Chosen(logits[:count], told[:, :count], mail.answer(size)[:, :count])
 
     def _record(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         inputs = self._inputs[: INPUTS * size].view(INPUTS, size)
         nothing = np.zeros((INPUTS, 0), dtype=np.int32)
-        self._state.mail.send(nothing, size, self._state.spare_row)
+        self._state.mail.send(nothing, size)
         self._body(inputs)  # what is made when it first runs must not be recorded
         torch.cuda.synchronize(inputs.device)
         graph = torch.cuda.CUDAGraph()
@@ -146,14 +146,15 @@ def step_inputs(
     rows: NDArray[np.int64],
     positions: NDArray[np.int64],
     slots: NDArray[np.int64],
-    uniform: NDArray[np.float64],
-    temperature: NDArray[np.float64],
+    sampling: SamplingRows | None,
 ) -> NDArray[np.int32]:
-    """What a step is told, (5, B)."""
-    told = np.empty((INPUTS, len(rows)), dtype=np.int32)
+    """What a step is told, (5, B). Without `sampling`, what is chosen does not matter."""
+    told = np.zeros((INPUTS, len(rows)), dtype=np.int32)
     told[0], told[1], told[2] = rows, positions, slots // PAGE_SIZE
-    told[3] = uniform.astype(np.float32).view(np.int32)
-    with np.errstate(divide="ignore"):
-        inverse = np.where(temperature == 0, 0.0, 1.0 / temperature)
-    told[4] = inverse.astype(np.float32).view(np.int32)
+    if sampling is not None:
+        drawn = uniforms(sampling.seed, sampling.generated)
+        told[3] = drawn.astype(np.float32).view(np.int32)
+        temperature = sampling.temperature
+        inverse = np.divide(1, temperature, np.zeros(len(rows)), where=temperature != 0)
+        told[4] = inverse.astype(np.float32).view(np.int32)
     return told

@@ -25,7 +25,9 @@ UNANSWERED = -1
 
 class Mail:
     def __init__(self, places: int, device: torch.device) -> None:
-        """A step has at most so many places."""
+        """A step has at most so many places, each for one of as many rows; those that no sequence
+        needs have the row behind these."""
+        self._spare_row = places
         self.letters = _shared(places * FIELDS, device)
         self.answers = _shared(places * 2, device)
         self.next_letter = torch.zeros(1, dtype=torch.int32, device=device)
@@ -35,7 +37,7 @@ class Mail:
         self._next = 0
         self._newest = 0
 
-    def send(self, inputs: NDArray[np.int32], size: int, spare_row: int) -> None:
+    def send(self, inputs: NDArray[np.int32], size: int) -> None:
         """Tell a step of so many places its inputs (5, B); the places behind them change nothing.
 
         To be called once for each step that is run.
@@ -44,7 +46,7 @@ class Mail:
         letter = self._written[self._newest, : size * FIELDS].reshape(size, FIELDS)
         count = inputs.shape[1]
         letter[:count, :INPUTS] = inputs.T
-        letter[count:, :INPUTS] = (spare_row, -1, 0, 0, 0)
+        letter[count:, :INPUTS] = (self._spare_row, -1, 0, 0, 0)
         self._answered[self._newest, :count] = UNANSWERED
 
     def answer(self, size: int) -> Tensor:

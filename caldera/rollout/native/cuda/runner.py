@@ -23,10 +23,9 @@ from caldera.rollout.native.cuda.graphs import (
 )
 from caldera.rollout.native.cuda.twin import Twin
 from caldera.rollout.native.runner import Output, Runner
-from caldera.rollout.native.sampler import SamplingRows, uniforms
-from caldera.rollout.native.stacks import forget_pieces
+from caldera.rollout.native.sampler import SamplingRows
 from caldera.rollout.native.steps import Decode, Prefill
-from caldera.rollout.native.trunk import attending, compiled_trunk, plain_trunk
+from caldera.rollout.native.trunk import compiled_trunk, plain_trunk
 
 if TYPE_CHECKING:
     from caldera.rollout.native.cuda.chained import ChainedSteps
@@ -76,7 +75,6 @@ class CudaRunner(Runner):
             self._graphs = DecodeGraphs(self._run_decode, self._sizes, self._state)
         else:
             self._twin.refresh()
-        forget_pieces(self._module)
         self._state.mail.align()  # an error may have kept a step from reading its letter
         return False
 
@@ -118,8 +116,7 @@ class CudaRunner(Runner):
         if sampling is None:
             return output
         places = np.zeros_like(step.rows)  # any but -1: they are no gaps
-        drawn = uniforms(sampling.seed, sampling.generated)
-        inputs = step_inputs(step.rows, places, places, drawn, sampling.temperature)
+        inputs = step_inputs(step.rows, places, places, sampling)
         told = to_device(inputs, self._device)
         return output._replace(told=choose(output.logits, told, self.newest, self._raw))
 
@@ -133,12 +130,7 @@ class CudaRunner(Runner):
     def _decode(self, step: Decode, cache: KVCache, sampling: SamplingRows | None) -> Output:
         self._state.find(cache)
         self._enter_known(step.rows, step.token_ids)
-        drawn = np.zeros(len(step.rows))
-        temperature = np.zeros(len(step.rows))
-        if sampling is not None:
-            drawn = uniforms(sampling.seed, sampling.generated)
-            temperature = sampling.temperature
-        inputs = step_inputs(step.rows, step.positions, step.slots, drawn, temperature)
+        inputs = step_inputs(step.rows, step.positions, step.slots, sampling)
         assert self._graphs is not None, "steps are prepared for"
         chosen = self._graphs.run(inputs)
         told = chosen.told if self._is_exact else chosen.answer
@@ -159,8 +151,7 @@ class CudaRunner(Runner):
             hidden = self._chained(inputs)
         else:
             tokens, positions = begin_step(state.mail, inputs, state.newest, state.tables)
-            with attending(RecordedDecode(state, inputs)):
-                hidden = self._trunk(tokens, positions)
+            hidden = self._trunk(tokens, positions, RecordedDecode(state, inputs))
         logits = self._logits(hidden)
         chain = UNCHAINED if self._chained is None else CHAINED
         return logits, choose(logits, inputs, state.newest, self._raw, chain, state.mail)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from caldera.models.forward import decoder_layers
 from caldera.rollout.native.stacks import STACKS, Product, put_joint, stackable
+from caldera.rollout.native.trunk import copied_structure
 
 
 class Twin:
@@ -29,13 +28,14 @@ class Twin:
         memo: dict[int, object] = {id(each): each for each in module.buffers()}
         for parameter in module.parameters():
             memo[id(parameter)] = self._counterpart(parameter, dtype)
-        self.module = copy.deepcopy(module, memo)
-        for layer in decoder_layers(self.module):
-            layer.__dict__.pop("forward", None)  # compiled for training, and the module's own
-        self._stacks = [
-            _stack(container, names) for container in self.module.modules() for names in STACKS
+        self.module = copied_structure(module, memo)
+        self._held: list[Tensor] = [
+            parameter
+            for container in self.module.modules()
+            for names in STACKS
+            for parameter in _stack(container, names)
         ]
-        self.module.eval()
+        self._held += [*self.module.parameters(), *self.module.buffers()]
         self._addresses = self._find_addresses()
         self.refresh()
 
@@ -58,9 +58,7 @@ class Twin:
         return self._addresses != self._find_addresses()
 
     def _find_addresses(self) -> list[int]:
-        weights = [*self.module.parameters(), *self.module.buffers()]
-        held = [parameter for stack in self._stacks for parameter in stack]
-        return [each.data_ptr() for each in (*weights, *held)]
+        return [each.data_ptr() for each in self._held]
 
 
 def _stack(container: nn.Module, names: tuple[str, ...]) -> list[nn.Parameter]:

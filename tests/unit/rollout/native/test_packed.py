@@ -23,7 +23,7 @@ from caldera.config.rollout import NativeRolloutConfig
 from caldera.models.attention import ATTENTION
 from caldera.rollout.base import Request, SamplingParams
 from caldera.rollout.native.cpu.kernels import find_compiler
-from caldera.rollout.native.cpu.lean import LeanLayer
+from caldera.rollout.native.cpu.lean import LeanLayer, LeanTrunk
 from caldera.rollout.native.cpu.runner import PackedRunner
 from caldera.rollout.native.cpu.small import SmallLayer
 from caldera.rollout.native.cpu.weights import can_pack
@@ -122,7 +122,8 @@ def test_layers_of_each_kind(config: Any, kind: type, chunked: bool) -> None:
     module = build(config)
     keys = {"enable_chunked_prefill": chunked, "max_num_batched_tokens": 64}
     rollout = sampler(module, **keys)
-    lean = rollout._runner._twin.lean  # type: ignore[attr-defined]
+    lean = rollout._runner._trunk
+    assert isinstance(lean, LeanTrunk)
     assert {type(layer) for layer in lean._layers} == {kind}
     assert_alike(module, rollout, **keys)
 
@@ -136,7 +137,7 @@ def test_without_a_compiler(
         rollout = sampler(module)
     assert "there is no C++ compiler (g++, clang++, c++, or the variable CXX)" in caplog.text
     assert isinstance(rollout._runner, PackedRunner)
-    assert rollout._runner._twin.lean is None
+    assert not isinstance(rollout._runner._trunk, LeanTrunk)
     assert_alike(module, rollout)
 
 
@@ -178,7 +179,7 @@ def test_a_class_of_the_same_name_is_not_taken_for_it() -> None:
 
     layer.__class__ = LlamaDecoderLayer
     rollout = sampler(module)
-    assert rollout._runner._twin.lean is None  # type: ignore[attr-defined]
+    assert not isinstance(rollout._runner._trunk, LeanTrunk)
     assert_alike(module, rollout)
 
 
@@ -196,7 +197,7 @@ def test_half_precision() -> None:
 
 def test_the_head_is_packed_once() -> None:
     rollout = sampler(build(Qwen2Config(**SIZES, tie_word_embeddings=True)))
-    packs = rollout._runner._twin._packs  # type: ignore[attr-defined]
+    packs = rollout._runner._packs  # type: ignore[attr-defined]
     assert sum(pack._weights[0].shape[0] == SIZES["vocab_size"] for pack in packs) == 1
 
 
@@ -266,10 +267,10 @@ def test_sleep_gives_the_copies_back_and_the_module_is_left_alone() -> None:
     state = {name: value.clone() for name, value in module.state_dict().items()}
     rollout = sampler(module)
     rollout.generate(work())
-    twin = rollout._runner._twin  # type: ignore[attr-defined]
-    assert all(pack._packed is not None for pack in twin._packs)
+    packs = rollout._runner._packs  # type: ignore[attr-defined]
+    assert all(pack._packed is not None for pack in packs)
     rollout.sleep()
-    assert all(pack._packed is None for pack in twin._packs)
+    assert all(pack._packed is None for pack in packs)
     rollout.wake_up()
     assert_alike(module, rollout)
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caldera.rollout import NativeRollout, Request, SamplingParams
-from caldera.rollout.native.blocks import BlockManager
-from caldera.rollout.native.prefixes import extend_keys
+from caldera.rollout.native.blocks import BlockManager, extend_keys
 from caldera.rollout.native.scheduler import Scheduler
 from caldera.rollout.native.steps import Decode, Prefill
 

@@ -13,7 +13,8 @@ from caldera.models.attention import ATTENTION, PackedSequences
 from caldera.models.forward import hidden_states
 from caldera.rollout.native.cuda.graphs import ladder, step_inputs
 from caldera.rollout.native.cuda.twin import Twin
-from caldera.rollout.native.trunk import attending, compiled_trunk, plain_trunk
+from caldera.rollout.native.sampler import SamplingRows, uniforms
+from caldera.rollout.native.trunk import compiled_trunk, plain_trunk
 
 CPU = torch.device("cpu")
 
@@ -118,8 +119,8 @@ def test_all_layers_share_one_compilation(
     with torch.no_grad():
         for lengths, wanted in zip(([8, 12], [5, 4]), want, strict=True):
             packed = PackedSequences(lengths, CPU)
-            with attending(packed):
-                got = trunk(torch.arange(sum(lengths))[None] % 100, packed.position_ids)
+            tokens = torch.arange(sum(lengths))[None] % 100
+            got = trunk(tokens, packed.position_ids, packed)
             torch.testing.assert_close(got, wanted)
     attends = [sum("attend" in str(node.target) for node in graph.graph.nodes) for graph in graphs]
     assert sum(attends) == 1
@@ -130,8 +131,8 @@ def test_all_layers_share_one_compilation(
 
 def test_the_plain_trunk_runs_what_attends(module: PreTrainedModel) -> None:
     packed = PackedSequences([6], CPU)
-    with torch.no_grad(), attending(packed):
-        got = plain_trunk(module)(torch.arange(6)[None], packed.position_ids)
+    with torch.no_grad():
+        got = plain_trunk(module)(torch.arange(6)[None], packed.position_ids, packed)
     torch.testing.assert_close(got, hidden(module, [6]))
 
 
@@ -147,10 +148,14 @@ def test_the_ladder_reaches_up_to_the_largest(largest: int) -> None:
 def test_what_a_step_is_told() -> None:
     import numpy as np
 
-    told = step_inputs(
-        np.array([3, 1]), np.array([20, 5]), np.array([16 * 7 + 4, 16 * 2 + 5]),
-        np.array([0.25, 0.5]), np.array([0.5, 0.0], dtype=np.float32),
+    sampling = SamplingRows(
+        temperature=np.array([0.5, 0.0]), top_k=np.zeros(2, int), top_p=np.ones(2),
+        min_p=np.zeros(2), seed=np.array([1, 2], np.uint64), generated=np.array([0, 3]),
     )  # fmt: skip
+    rows, positions = np.array([3, 1]), np.array([20, 5])
+    told = step_inputs(rows, positions, np.array([16 * 7 + 4, 16 * 2 + 5]), sampling)
     assert told[:3].tolist() == [[3, 1], [20, 5], [7, 2]]
-    assert told[3].view(np.float32).tolist() == [0.25, 0.5]
+    drawn = uniforms(sampling.seed, sampling.generated).astype(np.float32)
+    assert told[3].view(np.float32).tolist() == drawn.tolist()
     assert told[4].view(np.float32).tolist() == [2.0, 0.0]
+    assert not step_inputs(rows, positions, rows, None)[3:].any()
