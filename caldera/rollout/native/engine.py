@@ -61,8 +61,6 @@ class NativeRollout(StepwiseRollout):
         self._dtype = sampling_dtype(module, config.dtype, device)
         ranks = config.tensor_model_parallel_size
         self._cache_shape = CacheShape.of(base_module(module).config, self._dtype, ranks)
-        self._in_flight = 0
-        """Steps whose tokens need not be known before the next one is begun."""
         if config.native.exact:
             self._check_exact()
             make_exact(module)
@@ -74,14 +72,13 @@ class NativeRollout(StepwiseRollout):
 
     def _make_runner(self) -> Runner:
         config, device = self.config, self.device
-        is_plain = config.enforce_eager or config.native.exact
-        if device.type == "cpu" and not is_plain and can_pack(self.module, self._dtype):
+        is_unchanged = config.enforce_eager or config.native.exact
+        if device.type == "cpu" and not is_unchanged and can_pack(self.module, self._dtype):
             return PackedRunner(self.module, device, config.max_num_seqs, self._cache_shape)
         if device.type != "cuda" or config.enforce_eager:
             return Runner(self.module, device, config.max_num_seqs)
         from caldera.rollout.native.cuda.runner import CudaRunner
 
-        self._in_flight = 1
         return CudaRunner(self.module, device, config, self._cache_shape)
 
     def _reset(self) -> None:
@@ -211,15 +208,15 @@ class NativeRollout(StepwiseRollout):
         if not self._present:
             return
         self._flights.append(self._launch(self._scheduler.schedule(), cache))
-        while len(self._flights) > (0 if self._demanding else self._in_flight):
+        while len(self._flights) > (0 if self._demanding else self._runner.steps_ahead):
             self._land(self._flights.popleft())
 
     def _launch(self, step: Step, cache: KVCache) -> Flight:
         """Run a step and choose its tokens, perhaps without waiting for them."""
         running, rows = self._running, step.rows
         parameters, penalties = running.sampling(rows), running.penalties(rows)
-        is_plain = not (self._demanding or parameters.has_filters)
-        output = self._runner.run(step, cache, parameters if is_plain else None)
+        runner_may_choose = not (self._demanding or parameters.has_filters)
+        output = self._runner.run(step, cache, parameters if runner_may_choose else None)
         if isinstance(step, Prefill) and output.hidden is not None:
             self._note_prompts(step, output.hidden)
         told = output.told
@@ -229,7 +226,7 @@ class NativeRollout(StepwiseRollout):
             self._runner.newest.index_copy_(0, to_device(rows, self.device), sampled.tokens)
             if running.ranked[rows].any():
                 self._note_ranks(rows, sampled.logits)
-        told = self._runner.retell(output.logits, told, parameters)
+        told = self._runner.with_trainer_log_probs(output.logits, told, parameters)
         numbers = running.number[rows]
         return Flight(step, running.expect(rows), numbers, told)
 
@@ -310,11 +307,11 @@ class NativeRollout(StepwiseRollout):
         )  # fmt: skip
 
     def _precision(self) -> AbstractContextManager[object]:
-        if self._in_flight:  # the runner's weights have the precision
+        if self._runner.has_own_precision:
             return nullcontext()
         return sampling_precision(self.module, self._dtype, self.device)
 
-    # ---- the cache
+    # ---- what is refused, and the cache
 
     def _check_exact(self) -> None:
         key = "actor_rollout_ref.rollout.native.exact=True"

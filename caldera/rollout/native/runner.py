@@ -28,10 +28,15 @@ class Output(NamedTuple):
 class Runner:
     """Logits of each row's last token."""
 
+    steps_ahead = 0
+    """Steps whose tokens need not be known before the next one is begun."""
+    has_own_precision = False
+    """Whether it computes in the sampler's precision, whatever the module's parameters have."""
+
     def __init__(self, module: nn.Module, device: torch.device, rows: int) -> None:
         """`rows` sequences run at a time."""
         self._source = self._module = module
-        self._known: list[tuple[int, int]] | None = None
+        self._checksums: list[tuple[int, int]] | None = None
         self._device = device
         self._trunk: Trunk = plain_trunk(module)
         self.newest = torch.zeros(rows + 1, dtype=torch.int64, device=device)
@@ -40,16 +45,14 @@ class Runner:
     def prepare(self) -> bool:
         """To be called before the steps that follow, in which the weights do not change.
 
-        Returns whether they are found to have changed since the last time, which nobody looks for
-        on a GPU.
+        Returns whether they are found to have changed since the last time. On a GPU changes are
+        not looked for: `load_weights` and the version tell of them.
         """
         if self._device.type != "cpu":
             return False
-        before, self._known = (
-            self._known,
-            [(each.data_ptr(), sum_of_bits(each)) for each in self._source.parameters()],
-        )
-        return before is not None and before != self._known
+        before = self._checksums
+        self._checksums = [(p.data_ptr(), sum_of_bits(p)) for p in self._source.parameters()]
+        return before is not None and before != self._checksums
 
     def rest(self) -> None:
         """Nothing is run for a while: give back what is easily made again."""
@@ -60,7 +63,9 @@ class Runner:
             return self._decode(step, cache, sampling)
         return self._prefill(step, cache, sampling)
 
-    def retell(self, logits: Tensor, told: Tensor, sampling: SamplingRows) -> Tensor:
+    def with_trainer_log_probs(
+        self, logits: Tensor, told: Tensor, sampling: SamplingRows
+    ) -> Tensor:
         """What was chosen for rows of logits, (2, B), with the log-probs that the trainer finds."""
         return told
 

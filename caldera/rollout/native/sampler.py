@@ -90,7 +90,7 @@ def sample(
     greedy = rows.temperature == 0
     if greedy.all():
         tokens = logits.argmax(-1)
-        return _told(tokens, plain if raw_log_probs else logits)
+        return _with_log_probs(tokens, plain if raw_log_probs else logits)
     scaled = _scale(logits, np.where(greedy, 1.0, rows.temperature).astype(np.float32))
     scaled = _filter(
         scaled,
@@ -105,8 +105,8 @@ def sample(
     if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy).to(logits.device), logits.argmax(-1), tokens)
     if raw_log_probs or in_exactness():
-        return _told(tokens, plain if raw_log_probs else scaled)
-    return _told(tokens, scaled, total.log().to(scaled.dtype) + largest.squeeze(-1))
+        return _with_log_probs(tokens, plain if raw_log_probs else scaled)
+    return _with_log_probs(tokens, scaled, total.log().to(scaled.dtype) + largest.squeeze(-1))
 
 
 def penalise(logits: Tensor, penalties: Penalties) -> Tensor:
@@ -133,7 +133,7 @@ def penalise(logits: Tensor, penalties: Penalties) -> Tensor:
     return logits.index_copy(0, rows, chosen)
 
 
-def _told(tokens: Tensor, logits: Tensor, normaliser: Tensor | None = None) -> Sampled:
+def _with_log_probs(tokens: Tensor, logits: Tensor, normaliser: Tensor | None = None) -> Sampled:
     """`normaliser` (B,): the logarithm of the sum of the logits' exponentials, if it is known."""
     said = logits.gather(-1, tokens[:, None]).squeeze(-1)
     normaliser = logits.logsumexp(-1) if normaliser is None else normaliser

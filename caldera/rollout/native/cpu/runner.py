@@ -18,7 +18,7 @@ from caldera.rollout.native.cache import CacheShape, KVCache
 from caldera.rollout.native.cpu.attention import CompiledAttention
 from caldera.rollout.native.cpu.kernels import cpu_kernels, why_not
 from caldera.rollout.native.cpu.lean import LeanTrunk, is_lean
-from caldera.rollout.native.cpu.weights import SMALLEST, HeldWeight, PackedWeight
+from caldera.rollout.native.cpu.weights import SMALLEST_PACKED, HeldWeight, PackedWeight
 from caldera.rollout.native.runner import Runner
 from caldera.rollout.native.stacks import STACKS, put_joint, stackable
 from caldera.rollout.native.steps import Step
@@ -84,7 +84,7 @@ def _stack_all(module: nn.Module) -> list[PackedWeight]:
     for container in list(module.modules()):
         for names in STACKS:
             linears = stackable(container, names)
-            if sum(linear.weight.numel() for linear in linears) < SMALLEST:
+            if sum(linear.weight.numel() for linear in linears) < SMALLEST_PACKED:
                 continue
             pack = PackedWeight.of(*linears)
             put_joint(container, names, pack, [linear.out_features for linear in linears])
@@ -95,7 +95,7 @@ def _stack_all(module: nn.Module) -> list[PackedWeight]:
 def _replace_all(module: nn.Module) -> list[PackedWeight]:
     head, packs = base_module(module).get_output_embeddings(), []
     for part in module.modules():
-        if part is not head and type(part) is nn.Linear and part.weight.numel() >= SMALLEST:
+        if part is not head and type(part) is nn.Linear and part.weight.numel() >= SMALLEST_PACKED:
             pack = PackedWeight.of(part)
             part.forward = pack  # type: ignore[method-assign,assignment]
             packs.append(pack)

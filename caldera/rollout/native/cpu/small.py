@@ -6,7 +6,7 @@ from torch import Tensor
 
 from caldera.rollout.native.cpu.attention import CompiledAttention
 from caldera.rollout.native.cpu.kernels import TILE, Matrices
-from caldera.rollout.native.cpu.weights import SMALLEST, HeldWeight
+from caldera.rollout.native.cpu.weights import SMALLEST_PACKED, HeldWeight
 from caldera.rollout.native.layers import LayerParts
 
 
@@ -46,7 +46,7 @@ class SmallLayer:
         return (
             all(width % TILE == 0 for width in widths)
             and all(linear.bias is None for linear in others)
-            and max(joint, parts.gate.out_features) * parts.gate.in_features < SMALLEST
+            and max(joint, parts.gate.out_features) * parts.gate.in_features < SMALLEST_PACKED
         )
 
     def __call__(

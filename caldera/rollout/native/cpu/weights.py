@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SMALLEST = 2**17
+SMALLEST_PACKED = 2**17
 """Cells of a matrix for which the call of oneDNN pays."""
 
 
@@ -36,7 +36,7 @@ class HeldWeight:
         self._weights = list(weights)  # (N, K) each
         self._biases = list(biases)  # (N,) each, or none
         self._scale = scale  # (K,) that the values are multiplied by first
-        self._is_large = sum(weight.numel() for weight in weights) >= SMALLEST
+        self._is_large = sum(weight.numel() for weight in weights) >= SMALLEST_PACKED
         self._packed: Tensor | None = None
         self._bias: Tensor | None = None
 

@@ -172,19 +172,19 @@ def _heads(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _see_itself(
-    asked: tl.tensor, mine: tl.tensor, told: tl.tensor, keys: tl.tensor, values: tl.tensor,
+    asked: tl.tensor, mine: tl.tensor, value_at: tl.tensor, keys: tl.tensor, values: tl.tensor,
     position: tl.tensor, scale: tl.tensor, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Keep the new key (1, D) and value, which is at `told`; what the queries find in them."""
+    """Keep the new key (1, D) and value; what the queries find in them."""
     cell = tl.arange(0, WIDTH_PADDED)
-    told = tl.load(told + cell, mask=cell < WIDTH, other=0.0)
+    value = tl.load(value_at + cell, mask=cell < WIDTH, other=0.0)
     kept = cell < tl.where(position >= 0, WIDTH, 0)
     tl.store(keys + cell, tl.reshape(mine, [WIDTH_PADDED]), mask=kept)
-    tl.store(values + cell, told, mask=kept)
+    tl.store(values + cell, value, mask=kept)
     largest = tl.sum(asked.to(tl.float32) * mine.to(tl.float32), 1) * scale
     total = tl.full([GROUP_PADDED], 1.0, tl.float32)
-    gathered = tl.zeros([GROUP_PADDED, WIDTH_PADDED], tl.float32) + told.to(tl.float32)[None, :]
+    gathered = tl.zeros([GROUP_PADDED, WIDTH_PADDED], tl.float32) + value.to(tl.float32)[None, :]
     return largest, total, gathered
 
 

@@ -35,24 +35,24 @@ class Mail:
         self._written: NDArray[np.int32] = self.letters.numpy()
         self._answered: NDArray[np.int32] = self.answers.numpy()
         self._next = 0
-        self._newest = 0
+        self._last_sent = 0
 
     def send(self, inputs: NDArray[np.int32], size: int) -> None:
         """Tell a step of so many places its inputs (5, B); the places behind them change nothing.
 
         To be called once for each step that is run.
         """
-        self._newest, self._next = self._next, (self._next + 1) % LETTERS
-        letter = self._written[self._newest, : size * FIELDS].reshape(size, FIELDS)
+        self._last_sent, self._next = self._next, (self._next + 1) % LETTERS
+        letter = self._written[self._last_sent, : size * FIELDS].reshape(size, FIELDS)
         count = inputs.shape[1]
         letter[:count, :INPUTS] = inputs.T
         letter[count:, :INPUTS] = (self._spare_row, -1, 0, 0, 0)
-        self._answered[self._newest, :count] = UNANSWERED
+        self._answered[self._last_sent, :count] = UNANSWERED
 
     def answer(self, size: int) -> Tensor:
         """What the newest step of so many places chooses, (2, B), once it has ended: tokens, and
         log-probs in the same bits. Other steps write to it a few steps later."""
-        return self.answers[self._newest, : 2 * size].view(2, size)
+        return self.answers[self._last_sent, : 2 * size].view(2, size)
 
     def align(self) -> None:
         """Let the device read the next letter that is sent, whatever became of those before."""

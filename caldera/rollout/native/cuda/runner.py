@@ -37,6 +37,9 @@ class CudaRunner(Runner):
     In exact mode nothing is compiled, for fused operations round differently.
     """
 
+    steps_ahead = 1
+    has_own_precision = True
+
     def __init__(
         self, module: nn.Module, device: torch.device, config: RolloutConfig, shape: CacheShape
     ) -> None:
@@ -91,7 +94,9 @@ class CudaRunner(Runner):
         logits = hidden.new_empty(len(hidden), -(-len(head) // 16) * 16)[:, : len(head)]
         return torch.mm(hidden, head.t(), out=logits)
 
-    def retell(self, logits: Tensor, told: Tensor, sampling: SamplingRows) -> Tensor:
+    def with_trainer_log_probs(
+        self, logits: Tensor, told: Tensor, sampling: SamplingRows
+    ) -> Tensor:
         if not self._is_exact:
             return told
         from caldera.models.triton_head import rows_forward

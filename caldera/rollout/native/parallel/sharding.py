@@ -25,7 +25,7 @@ KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 OUTPUT_CUT, INPUT_CUT = "colwise", "rowwise"
 WHOLE = "replicated_with_grad_allreduce"
 """Whole on every rank; only training has to do something about it."""
-HEADS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+DIVIDED_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 OTHERS = "or actor_rollout_ref.rollout.name=vllm or sglang"
 
 _groups: dict[str, dist.ProcessGroup] = {}
@@ -128,7 +128,7 @@ def planned_layers(module: nn.Module, ranks: int) -> dict[str, str]:
 def check_sizes(module: nn.Module, ranks: int) -> None:
     """So many ranks can have the same number of the model's heads."""
     config: Any = base_module(module).config.get_text_config()
-    sizes = {key: getattr(config, key) for key in HEADS if getattr(config, key, None)}
+    sizes = {key: getattr(config, key) for key in DIVIDED_SIZES if getattr(config, key, None)}
     most = math.gcd(*sizes.values())
     fitting = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
     for key, size in sizes.items():

@@ -40,7 +40,7 @@ class Delayed(NativeRollout):
 
     def __init__(self, config: RolloutConfig, module: PreTrainedModel) -> None:
         super().__init__(config, module, CPU)
-        self._in_flight = 1
+        self._runner.steps_ahead = 1
 
 
 def config(**keys: object) -> RolloutConfig:
