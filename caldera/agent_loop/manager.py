@@ -152,8 +152,7 @@ class AgentLoops:
 
     @property
     def _max_model_len(self) -> int:
-        config = self._config.actor_rollout_ref.rollout
-        return config.max_model_len or config.prompt_length + config.response_length
+        return self._config.actor_rollout_ref.rollout.longest_sequence
 
     def _chat_model(self, params: SamplingParams) -> ChatModel:
         """The policy as agents know it that reach it over HTTP."""

@@ -241,3 +241,8 @@ class RolloutConfig(ConfigGroup):
     profiler: RolloutProfilerConfig = nested(RolloutProfilerConfig)
     mtp: MtpConfig = nested(MtpConfig)
     layer_name_map: LayerNameMap = nested(LayerNameMap)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens of prompt and answer."""
+        return self.max_model_len or self.prompt_length + self.response_length

@@ -25,7 +25,6 @@ from caldera.engine.sharded import (
     ShardedLayout,
     compute_dtype,
     precise_head,
-    rope_kind,
     units,
 )
 from caldera.engine.training import TrainingEngine
@@ -33,6 +32,7 @@ from caldera.errors import ConfigError
 from caldera.models.flops import Arithmetic
 from caldera.models.forward import base_module, decoder_layers
 from caldera.models.fresh import WeightSource
+from caldera.models.support import rope_kind
 
 
 class Fsdp1Layout(ShardedLayout):

@@ -26,13 +26,13 @@ from caldera.engine.sharded import (
     ShardedLayout,
     compute_dtype,
     precise_head,
-    rope_kind,
     units,
 )
 from caldera.engine.tensor_parallel import Cut, cut_matrices
 from caldera.engine.training import TrainingEngine
 from caldera.models.flops import Arithmetic
 from caldera.models.fresh import WeightSource
+from caldera.models.support import rope_kind
 
 HOST = torch.device("cpu")
 

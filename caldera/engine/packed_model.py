@@ -19,10 +19,10 @@ from caldera.models.exact import exactness, is_exact
 from caldera.models.forward import (
     hidden_states,
     language_head,
-    refuse_other_layers,
     value_scores,
 )
 from caldera.models.head import full_kl, head_outputs
+from caldera.models.support import refuse_longer, refuse_other_models
 
 PREFIX = "inner."
 """What the names of parameters begin with here, and nowhere else."""
@@ -37,8 +37,9 @@ class PackedModel(nn.Module):
         """`autocast`: compute in another precision than that of the parameters. `offloads`: keep
         what the backward pass needs in host memory meanwhile."""
         super().__init__()
-        refuse_other_layers(inner)
+        refuse_other_models(inner)
         self.inner = inner
+        self._longest = 0  # of the sequences that were checked
         self._autocast = autocast
         self._offloads = offloads
 
@@ -91,6 +92,9 @@ class PackedModel(nn.Module):
 
     def _hidden(self, packed: PackedRows) -> Tensor:
         """Hidden states (n, H) of the tokens at which something is computed."""
+        if packed.longest > self._longest:
+            refuse_longer(self.inner, packed.longest, "the longest sequence")
+            self._longest = packed.longest
         with self._precision(packed.input_ids.device):
             hidden = hidden_states(
                 self.inner, packed.input_ids, packed.position_ids, packed.context

@@ -31,6 +31,8 @@ class PackedRows:
     shape: tuple[int, int]  # (B, R)
     counts: list[int]
     """n of each rank of the group."""
+    longest: int
+    """Tokens of the longest row."""
     sequence: SequenceGroup = ALONE
 
     def unpack(self, values: Tensor) -> Tensor:
@@ -86,5 +88,6 @@ def _pack(
         cells=send(chosen.flatten().nonzero().flatten(), device),
         shape=(len(rows), width),
         counts=[bounds[r + 1] - bounds[r] for r in range(sequence.size)],
+        longest=whole.max_length,
         sequence=sequence,
     )

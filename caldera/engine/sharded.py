@@ -114,10 +114,3 @@ def compute_dtype(options: EngineOptions) -> torch.dtype | None:
     memory = options.memory
     compute = DTYPES[memory.dtype or memory.model_dtype]
     return None if compute == DTYPES[memory.model_dtype] else compute
-
-
-def rope_kind(module: nn.Module) -> str:
-    """The kind of the model's rotary embedding, as its config names it."""
-    config = base_module(module).config
-    told = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return str(told.get("rope_type", "default"))

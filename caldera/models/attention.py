@@ -73,9 +73,14 @@ def _attention(
             f"{type(module).__name__} did not pass on the attention context: "
             "this model does not use the attention interface of transformers"
         )
-    if softcap is not None or s_aux is not None:
-        feature = "attention soft-capping" if softcap is not None else "attention sinks"
-        raise UnsupportedError(f"{type(module).__name__} needs {feature}, which is not supported")
+    for feature, asked in (
+        ("attention soft-capping", softcap),
+        ("attention sinks", s_aux),
+        ("a mask of its own", attention_mask),
+    ):
+        if asked is not None:
+            name = type(module).__name__
+            raise UnsupportedError(f"{name} needs {feature}, which is not supported")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     # Under autocast, the rotary embedding has promoted query and key back to float32.
     rows = [x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)]

@@ -42,6 +42,9 @@ _MARK = "_caldera_exact"
 
 def make_exact(module: nn.Module) -> None:
     """Let every forward pass of the module, by whomever, be exact."""
+    for name, parameter in module.named_parameters():
+        if parameter.dim() > 2:  # as the weights of experts have, each for tokens of its own
+            _refuse(f"products by {name}, which has {parameter.dim()} dimensions")
     setattr(base_module(module), _MARK, True)
     fuse_norms(module)
 

@@ -12,8 +12,6 @@ from transformers import PreTrainedModel
 from caldera.errors import UnsupportedError
 from caldera.models.attention import AttentionContext
 
-KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-
 
 def base_module(module: nn.Module) -> PreTrainedModel:
     """The Hugging Face model inside a peft wrapper, or the module itself.
@@ -36,6 +34,17 @@ def without_adapter(module: nn.Module) -> AbstractContextManager[None]:
     return cast(AbstractContextManager[None], disable_adapter())
 
 
+def adapters_in_use(module: nn.Module) -> list[object]:
+    """Which of its adapters each layer of a peft wrapper uses; empty without one."""
+    if base_module(module) is module:
+        return []
+    return [
+        (disabled, tuple(cast(list[str], part.active_adapters)))
+        for part in module.modules()
+        if isinstance(disabled := getattr(part, "_disable_adapters", None), bool)
+    ]
+
+
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
     """The repeated blocks of the model, in order: what is compiled, gathered and dropped whole."""
     model = base_module(module)
@@ -44,17 +53,6 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
     if not layers:
         raise UnsupportedError(f"{type(model).__name__} does not name its decoder layers")
     return layers
-
-
-def refuse_other_layers(module: nn.Module) -> None:
-    """Layers that keep a state of another kind than keys and values would mix up sequences."""
-    config = base_module(module).config.get_text_config()
-    others = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
-    if others:
-        raise UnsupportedError(
-            f"{type(base_module(module)).__name__} has layers of the type "
-            f"{', '.join(sorted(others))}; takes {', '.join(sorted(KNOWN_LAYERS))}"
-        )
 
 
 def hidden_states(

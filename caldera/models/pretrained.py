@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from caldera.errors import UnsupportedError
 from caldera.models.adapters import VALUE_HEAD
 from caldera.models.attention import ATTENTION
 from caldera.models.files import WeightFiles, find_weight_files
@@ -51,7 +54,7 @@ class Loaded:
 
 def load_whole(recipe: Recipe) -> Loaded:
     """A model with all its weights, on the CPU."""
-    with seeded(recipe.seed):
+    with seeded(recipe.seed), _attention_by_name(recipe.config):
         model, told = recipe.factory.from_pretrained(
             recipe.path,
             config=recipe.config,
@@ -88,7 +91,7 @@ def load_empty(recipe: Recipe) -> Loaded:
 
 
 def _build_empty(recipe: Recipe) -> PreTrainedModel:
-    with seeded(recipe.seed), parameters_on_meta():
+    with seeded(recipe.seed), parameters_on_meta(), _attention_by_name(recipe.config):
         model = recipe.factory.from_config(
             copy.deepcopy(recipe.config),
             dtype=recipe.dtype,
@@ -98,6 +101,20 @@ def _build_empty(recipe: Recipe) -> PreTrainedModel:
     if model.can_generate():
         model.generation_config = generation_config_of(recipe.path)
     return cast(PreTrainedModel, model)
+
+
+@contextmanager
+def _attention_by_name(config: PreTrainedConfig) -> Iterator[None]:
+    """Refuse a model that looks for attention among its own kinds."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (ATTENTION,):
+            raise
+        raise UnsupportedError(
+            f"models of the type {config.model_type} do not use the attention interface of "
+            "transformers"
+        ) from error
 
 
 def generation_config_of(path: str) -> GenerationConfig:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 RolloutPart = Literal["weights", "kv_cache"]
+
+
+LOWEST_TEMPERATURE = 1e-6
+"""Logits are divided by it, and must stay numbers."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +60,22 @@ class SamplingParams:
     """The log-probs of the prompt's own tokens are told of, before temperature and penalties."""
 
     def __post_init__(self) -> None:
-        for name, value, fine in (
-            ("temperature", self.temperature, self.temperature >= 0),
-            ("top_p", self.top_p, 0 <= self.top_p <= 1),
-            ("min_p", self.min_p, 0 <= self.min_p <= 1),
-            ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0),
-            ("logprobs", self.logprobs, self.logprobs >= 0),
-            ("stop", self.stop, "" not in self.stop),
-        ):
+        for name, takes, fine in (
+            ("temperature", f"0, or {LOWEST_TEMPERATURE} and more",
+             self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < inf),
+            ("top_p", "0 to 1", 0 <= self.top_p <= 1),
+            ("min_p", "0 to 1", 0 <= self.min_p <= 1),
+            ("repetition_penalty", "more than 0", 0 < self.repetition_penalty < inf),
+            ("presence_penalty", "a number", isfinite(self.presence_penalty)),
+            ("frequency_penalty", "a number", isfinite(self.frequency_penalty)),
+            ("logprobs", "0 or more", self.logprobs >= 0),
+            ("stop", "strings that are not empty", "" not in self.stop),
+        ):  # fmt: skip
             if not fine:
-                raise RolloutError(f"sampling parameter {name}={value!r} cannot be honoured")
+                raise RolloutError(
+                    f"sampling parameter {name}={getattr(self, name)!r} cannot be honoured: "
+                    f"takes {takes}"
+                )
 
     @property
     def has_penalties(self) -> bool:
@@ -174,7 +185,7 @@ class Rollout(ABC):
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse requests that are too long for `rollout.max_model_len`, or cannot be served."""
         config = self.config
-        longest = config.max_model_len or config.prompt_length + config.response_length
+        longest = config.longest_sequence
         for index, request in enumerate(requests):
             prompt, new = len(request.prompt_ids), request.params.max_tokens
             if prompt < 1 or new < 1:

@@ -53,7 +53,7 @@ def sampling_params(
 
 
 def _max_tokens(prompt_length: int, config: RolloutConfig) -> int:
-    longest = config.max_model_len or config.prompt_length + config.response_length
+    longest = config.longest_sequence
     room = longest - prompt_length
     if room < 1:
         raise RolloutError(

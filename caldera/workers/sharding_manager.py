@@ -10,7 +10,6 @@ from caldera.engine import Engine, ForwardPlan
 from caldera.models.forward import base_module
 from caldera.protocol import DataProto
 from caldera.rollout import Rollout
-from caldera.rollout.engines.options import longest
 from caldera.rollout.engines.probe import Probe, probe_tokens
 from caldera.rollout.engines.rollout import EngineRollout
 
@@ -45,7 +44,7 @@ class ShardingManager:
     def _probe(self, rollout: EngineRollout) -> Probe:
         """The trainer's side. Ranks that share a model run it together, on the same tokens."""
         vocabulary = base_module(self._engine.module).config.vocab_size
-        tokens = probe_tokens(vocabulary, longest(rollout.config))
+        tokens = probe_tokens(vocabulary, rollout.config.longest_sequence)
         ids = torch.tensor([tokens])  # (1, T)
         row = DataProto.from_dict({
             "input_ids": ids, "attention_mask": torch.ones_like(ids),

@@ -62,11 +62,6 @@ def reseeded(name: str, arguments: Arguments, *path: int) -> Arguments:
     return {**arguments, SEED: derive_seed(arguments[SEED], *path) % SEEDS}
 
 
-def longest(config: RolloutConfig) -> int:
-    """Most tokens of prompt and answer."""
-    return config.max_model_len or config.prompt_length + config.response_length
-
-
 def _vllm(config: RolloutConfig, model: str, on_cpu: bool) -> Arguments:
     arguments: Arguments = {
         "model": model,
@@ -74,7 +69,7 @@ def _vllm(config: RolloutConfig, model: str, on_cpu: bool) -> Arguments:
         "load_format": "dummy",  # weights come from the trainer
         "skip_tokenizer_init": True,
         "seed": config.seed,
-        "max_model_len": longest(config),
+        "max_model_len": config.longest_sequence,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": _batched_tokens(config),
         "enable_chunked_prefill": config.enable_chunked_prefill,
@@ -104,7 +99,7 @@ def _sglang(config: RolloutConfig, model: str, on_cpu: bool) -> Arguments:
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         SEED: config.seed,
-        "context_length": longest(config) + KEPT_BY_SGLANG,
+        "context_length": config.longest_sequence + KEPT_BY_SGLANG,
         "max_running_requests": config.max_num_seqs,
         "max_prefill_tokens": _batched_tokens(config),
         "chunked_prefill_size": (
@@ -151,7 +146,7 @@ def _batched_tokens(config: RolloutConfig) -> int:
     """Prompts that run in one piece must fit a step."""
     if config.enable_chunked_prefill:
         return config.max_num_batched_tokens
-    return max(config.max_num_batched_tokens, longest(config))
+    return max(config.max_num_batched_tokens, config.longest_sequence)
 
 
 def engine_environment(name: str, config: RolloutConfig, device: torch.device) -> dict[str, str]:

@@ -26,7 +26,7 @@ from caldera.rollout.base import (
 )
 from caldera.rollout.engines.flight import ENDS, Flight
 from caldera.rollout.engines.host.caldera_engine.base import Event, SteppedEngine
-from caldera.rollout.engines.options import check_params, longest, params_as_message
+from caldera.rollout.engines.options import check_params, params_as_message
 from caldera.rollout.engines.probe import Probe, probe_module
 from caldera.rollout.engines.process import EngineDied, EngineProcess
 from caldera.rollout.engines.router import StickyRouter
@@ -166,7 +166,7 @@ class EngineRollout(StepwiseRollout):
         """Nobody has brought weights: those of the module are meant."""
         self._weights.take(ModuleWeights(self.module))
         with self.sampling_mode():
-            self._probe = probe_module(self.module, self.device, longest(self.config))
+            self._probe = probe_module(self.module, self.device, self.config.longest_sequence)
 
     def _make_ready(self) -> None:
         """The engines have the newest weights, and have shown it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +53,18 @@ class KVCache:
             torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)
         ]
         self.values = [torch.zeros_like(keys) for keys in self.keys]
+        self._kept: list[int] = []
+
+    def begin_pass(self) -> None:
+        self._kept.clear()
+
+    def check_pass(self, model: str) -> None:
+        """Refuse a model of which not every layer has kept keys and values in its turn, once."""
+        if self._kept != list(range(len(self.keys))):
+            raise UnsupportedError(
+                f"{model} has {len(self.keys)} layers, of which these attended, in this order: "
+                f"{self._kept}; takes each of them once"
+            )
 
     def grow(self, pages: int) -> None:
         """Have this many pages, the first of them those of now. Layer by layer, so that no more
@@ -68,7 +82,8 @@ class KVCache:
             pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, new.to(pages.dtype))
 
     def check(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Refuse keys and values that are not as the cache has them."""
+        """Refuse keys and values that are not as the cache has them, and note the others."""
+        self._kept.append(layer)
         promised = self.keys[layer].shape[2:]
         for new in (key, value):
             if new.shape[1:] != promised:
@@ -80,6 +95,15 @@ class KVCache:
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         for pages in (*self.keys, *self.values):
             pages.index_copy_(0, targets, pages.index_select(0, sources))
+
+
+def give_back_memory(device: torch.device) -> None:
+    """What nothing holds any more goes back to others, not to a list of the allocator's own."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return
+    with suppress(OSError, AttributeError):  # C libraries other than glibc do it by themselves
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def affordable_pages(
@@ -101,3 +125,11 @@ def affordable_pages(
             f"({(total - free - reusable) / 2**30:.1f} GiB in use)"
         )
     return budget // shape.page_bytes
+
+
+def too_small(who: str, needed: int, pages: int) -> RolloutError:
+    return RolloutError(
+        f"{who} needs {needed} pages of {PAGE_SIZE} tokens, the key/value cache has {pages}: "
+        "set rollout.kv_cache_blocks or rollout.gpu_memory_utilization higher, or "
+        "rollout.response_length lower"
+    )

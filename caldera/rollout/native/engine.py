@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from caldera.errors import RolloutError, UnsupportedError
 from caldera.models.exact import exactness, make_exact
-from caldera.models.forward import base_module
+from caldera.models.forward import adapters_in_use, base_module
+from caldera.models.support import refuse_longer, refuse_other_models
 from caldera.rollout.base import (
     ROLLOUTS,
     Completion,
@@ -28,8 +29,14 @@ from caldera.rollout.base import (
     StepwiseRollout,
 )
 from caldera.rollout.native.attention import to_device
-from caldera.rollout.native.blocks import PAGE_SIZE, BlockManager, IntArray, pages_for
-from caldera.rollout.native.cache import CacheShape, KVCache, affordable_pages
+from caldera.rollout.native.blocks import BlockManager, IntArray, pages_for
+from caldera.rollout.native.cache import (
+    CacheShape,
+    KVCache,
+    affordable_pages,
+    give_back_memory,
+    too_small,
+)
 from caldera.rollout.native.cpu.runner import PackedRunner
 from caldera.rollout.native.cpu.weights import can_pack
 from caldera.rollout.native.flights import Flight
@@ -58,6 +65,9 @@ class NativeRollout(StepwiseRollout):
 
     def __init__(self, config: RolloutConfig, module: nn.Module, device: torch.device) -> None:
         super().__init__(config, module, device)
+        refuse_other_models(module)
+        refuse_longer(module, config.longest_sequence, "actor_rollout_ref.rollout.max_model_len")
+        self._vocabulary = len(cast(Tensor, base_module(module).get_input_embeddings().weight))
         self._dtype = sampling_dtype(module, config.dtype, device)
         ranks = config.tensor_model_parallel_size
         self._cache_shape = CacheShape.of(base_module(module).config, self._dtype, ranks)
@@ -65,6 +75,7 @@ class NativeRollout(StepwiseRollout):
             self._check_exact()
             make_exact(module)
         self._runner = self._make_runner()
+        self._adapters = adapters_in_use(module)
         self._awake = True
         self._raw_log_probs = config.logprobs_mode == "raw_logprobs"
         self._numbers = itertools.count()
@@ -122,8 +133,7 @@ class NativeRollout(StepwiseRollout):
         self._land_all()
         self._drop_cache()
         self._runner.rest()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back_memory(self.device)
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._stale = True
@@ -184,7 +194,11 @@ class NativeRollout(StepwiseRollout):
     @contextmanager
     def stepping(self) -> Iterator[None]:
         with self.sampling_mode(), self._precision(), exactness(self.config.native.exact):
-            self._stale |= self._runner.prepare()
+            changed = self._stale or self.version != self._scheduler.version
+            if (adapters := adapters_in_use(self.module)) != self._adapters:
+                self._adapters, changed = adapters, True
+                self._runner = self._make_runner()  # it may have copied the module's structure
+            self._stale = self._runner.prepare(changed)
             try:
                 yield
                 self._land_all()
@@ -289,6 +303,11 @@ class NativeRollout(StepwiseRollout):
         on_finished: OnFinished | None,
     ) -> Sequence:
         prompt = np.array(request.prompt_ids, dtype=np.int64)
+        if prompt.min() < 0 or prompt.max() >= self._vocabulary:
+            raise RolloutError(
+                f"a prompt has the tokens {prompt.min()} to {prompt.max()}: "
+                f"the model has 0 to {self._vocabulary - 1}"
+            )
         return Sequence(number, request, prompt, on_token, on_finished, self.decode)
 
     def _take_in(self, sequences: list[Sequence]) -> None:
@@ -333,7 +352,7 @@ class NativeRollout(StepwiseRollout):
         demands = [pages_for(len(r.prompt_ids) + r.params.max_tokens) for r in requests]
         largest = max(demands)
         if largest > self._blocks.pages and largest > (pages := self._most_pages()):
-            raise _too_small(f"request {demands.index(largest)}", largest, pages)
+            raise too_small(f"request {demands.index(largest)}", largest, pages)
 
     def _most_pages(self) -> int:
         """Pages that the cache could have."""
@@ -364,7 +383,7 @@ class NativeRollout(StepwiseRollout):
         # Memory may have become less since the requests were taken in.
         largest = max(pages_for(sequence.max_length) for sequence in self._present.values())
         if largest > pages:
-            raise _too_small("a request", largest, pages)
+            raise too_small("a request", largest, pages)
         if self._cache is None:
             self._blocks.grow(pages)
             return KVCache(self._cache_shape, pages, self.device)
@@ -377,11 +396,3 @@ class NativeRollout(StepwiseRollout):
         self._scheduler.restart()
         self._blocks.drop()
         self._cache = None
-
-
-def _too_small(who: str, needed: int, pages: int) -> RolloutError:
-    return RolloutError(
-        f"{who} needs {needed} pages of {PAGE_SIZE} tokens, the key/value cache has {pages}: "
-        "set rollout.kv_cache_blocks or rollout.gpu_memory_utilization higher, or "
-        "rollout.response_length lower"
-    )

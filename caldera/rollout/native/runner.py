@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from caldera.models.attention import AttentionContext
-from caldera.models.forward import language_head, language_logits
+from caldera.models.forward import base_module, language_head, language_logits
 from caldera.models.head import head_outputs
 from caldera.rollout.native.attention import PagedAttention, to_device
 from caldera.rollout.native.blocks import IntArray
@@ -42,17 +42,17 @@ class Runner:
         self.newest = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         """Each row's newest token."""
 
-    def prepare(self) -> bool:
+    def prepare(self, weights_changed: bool) -> bool:
         """To be called before the steps that follow, in which the weights do not change.
 
-        Returns whether they are found to have changed since the last time. On a GPU changes are
-        not looked for: `load_weights` and the version tell of them.
+        Returns whether they have changed since the last time, as is known or found. On a GPU
+        nobody looks: whoever changes weights must tell.
         """
         if self._device.type != "cpu":
-            return False
+            return weights_changed
         before = self._checksums
         self._checksums = [(p.data_ptr(), sum_of_bits(p)) for p in self._source.parameters()]
-        return before is not None and before != self._checksums
+        return weights_changed or (before is not None and before != self._checksums)
 
     def rest(self) -> None:
         """Nothing is run for a while: give back what is easily made again."""
@@ -95,7 +95,10 @@ class Runner:
     def _hidden(self, step: Step, cache: KVCache) -> Tensor:
         """Hidden states (T, H) of the step's tokens."""
         positions = to_device(step.positions, self._device)[None]
-        return self._trunk(self._tokens(step), positions, self._attention(step, cache))
+        cache.begin_pass()
+        hidden = self._trunk(self._tokens(step), positions, self._attention(step, cache))
+        cache.check_pass(type(base_module(self._module)).__name__)
+        return hidden
 
     def _attention(self, step: Step, cache: KVCache) -> AttentionContext:
         """How the step's tokens attend."""

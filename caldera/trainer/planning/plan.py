@@ -206,7 +206,7 @@ def _sampler(config: PPOTrainerConfig, shape: ModelShape, batches: StepBatches) 
     parts, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     dtype = DTYPES[str(rollout.dtype)]
     is_sharded = _shards(parts.actor.strategy, parts.actor.fsdp_config, batches.ranks) > 1
-    longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    longest = rollout.longest_sequence
     ranks = rollout.tensor_model_parallel_size
     has_own = is_sharded or ranks > 1 or dtype != DTYPES[parts.actor.fsdp_config.model_dtype]
     return Sampler(

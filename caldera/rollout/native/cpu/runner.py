@@ -56,8 +56,8 @@ class PackedRunner(Runner):
         self._packs = [self._head, *packs]
         self._is_packed = False
 
-    def prepare(self) -> bool:
-        changed = super().prepare()
+    def prepare(self, weights_changed: bool) -> bool:
+        changed = super().prepare(weights_changed)
         if changed or not self._is_packed:
             with torch.no_grad():
                 for pack in self._packs:

@@ -46,7 +46,7 @@ class CudaRunner(Runner):
         super().__init__(module, device, config.max_num_seqs)
         self._dtype = shape.dtype
         self._raw = config.logprobs_mode == "raw_logprobs"
-        longest = config.max_model_len or config.prompt_length + config.response_length
+        longest = config.longest_sequence
         self._state = DeviceState(config.max_num_seqs, longest, shape.layers, device)
         self.newest = self._state.newest
         sizes = config.cudagraph_capture_sizes or ladder(config.max_num_seqs)
@@ -65,7 +65,7 @@ class CudaRunner(Runner):
         self._twin = self._graphs = self._chained = None
         self._module, self._trunk = self._source, plain_trunk(self._source)
 
-    def prepare(self) -> bool:
+    def prepare(self, weights_changed: bool) -> bool:
         if self._twin is not None and self._twin.has_moved:
             self._weights_move = True
             self._release()  # before the next one needs the memory
@@ -79,7 +79,7 @@ class CudaRunner(Runner):
         else:
             self._twin.refresh()
         self._state.mail.align()  # an error may have kept a step from reading its letter
-        return False
+        return weights_changed
 
     def _chained_steps(self) -> ChainedSteps | None:
         from caldera.rollout.native.cuda.chained import can_chain, chained_steps
