@@ -146,7 +146,8 @@ def compile_the_rest() -> None:
         constants |= {} if with_letters else {"next_letter": None}
         types = {"logits": HALF, "found": "*fp32", "out": "*i32"}
         compile_kernel(step_kernels._tile_kernel, constants, types, num_warps=8)
-        constants |= {"TILES": 64} if with_letters else {"TILES": 64, "answers": None}
+        constants |= {"TILES": 64, "GROUP": constants.pop("TILE") // 64}
+        constants |= {} if with_letters else {"answers": None}
         compile_kernel(step_kernels._choose_kernel, constants, types, num_warps=8)
 
 

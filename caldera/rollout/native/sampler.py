@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from caldera.models.exact_mode import in_exactness
 from caldera.rollout.native.blocks import IntArray
 
-STRETCH = 512
-"""Tokens whose probabilities are added up at a time."""
+GROUP = 64
+TILE = GROUP * GROUP
+"""A token is chosen in three races: which tile, which group in that, which token in that."""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -62,11 +63,26 @@ class Sampled(NamedTuple):
         return torch.stack([self.tokens.to(torch.int32), log_probs])
 
 
-def uniforms(seed: NDArray[np.uint64], counter: IntArray) -> NDArray[np.float64]:
-    """Random numbers in [0, 1) that are pure functions of seed and counter: splitmix64."""
+def draws(seed: NDArray[np.uint64], counter: IntArray) -> NDArray[np.uint32]:
+    """Random words that are pure functions of seed and counter: splitmix64."""
     with np.errstate(over="ignore"):
         state = _mix(seed) + (counter.astype(np.uint64) + np.uint64(1)) * GOLDEN
-        return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return (_mix(state) >> np.uint64(32)).astype(np.uint32)
+
+
+def exponentials(words: NDArray[np.uint32], race: int, count: int) -> NDArray[np.float32]:
+    """Exponentially distributed numbers (B, count), pure functions of word (B,), race and place.
+
+    Like `exponential` in `cuda/step_kernels.py`.
+    """
+    place = np.arange(count, dtype=np.uint32) + np.uint32(race << 16)
+    state = words[:, None] + place * np.uint32(0x9E3779B9)
+    state = (state ^ (state >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    state = (state ^ (state >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    state ^= state >> np.uint32(16)
+    uniform = ((state >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2**-23)
+    numbers: NDArray[np.float32] = -np.log(uniform)
+    return numbers
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -101,7 +117,7 @@ def sample(
     largest = scaled.amax(-1, keepdim=True)
     weights = scaled - largest
     weights = weights.exp() if in_exactness() else weights.exp_()
-    tokens, total = _draw(weights, uniforms(rows.seed, rows.generated))
+    tokens, total = _draw(weights, draws(rows.seed, rows.generated))
     if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy).to(logits.device), logits.argmax(-1), tokens)
     if raw_log_probs or in_exactness():
@@ -184,26 +200,26 @@ def _filter_rows(logits: Tensor, top_k: IntArray, top_p: NDArray[np.float64]) ->
     return logits.masked_fill(logits < values.gather(-1, last), float("-inf"))
 
 
-def _draw(weights: Tensor, uniform: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
-    """The first token whose cumulated weight exceeds uniform x total, and the total, (B,) each.
+def _draw(weights: Tensor, words: NDArray[np.uint32]) -> tuple[Tensor, Tensor]:
+    """A token by its weight, and the sum of the weights (B, V), (B,) each.
 
-    weights (B, V). First the stretch of tokens is found by the sums of all, cumulated in float64,
-    then the token in it.
+    Weights race: who has the most for each unit of an exponentially distributed number wins, with
+    a probability that is its share. Unlike a search among cumulated weights, in which the rounding
+    of one shifts all behind it, another choice takes two that were as good as equal.
     """
-    if missing := -weights.shape[-1] % STRETCH:
+    if missing := -weights.shape[-1] % TILE:
         weights = F.pad(weights, (0, missing))
-    stretches = weights.unflatten(-1, (-1, STRETCH))
-    cumulated = stretches.sum(-1).cumsum(-1, dtype=torch.float64)  # (B, stretches)
-    total = cumulated[:, -1]
-    target = torch.from_numpy(uniform).to(weights.device)[:, None] * total[:, None]
-    chosen = _first_beyond(cumulated, target)  # (B, 1)
+    tiles = weights.unflatten(-1, (-1, GROUP, GROUP))  # (B, tiles, groups, tokens)
+    groups = tiles.sum(-1)
+    sums = groups.sum(-1)
     rows = torch.arange(len(weights), device=weights.device)
-    before = F.pad(cumulated, (1, 0)).gather(-1, chosen)
-    inside = before + stretches[rows, chosen.squeeze(-1)].cumsum(-1, dtype=torch.float64)
-    return (chosen * STRETCH + _first_beyond(inside, target)).squeeze(-1), total
+    tile = _race(sums, words, 0)
+    group = _race(groups[rows, tile], words, 1)
+    token = _race(tiles[rows, tile, group], words, 2)
+    return (tile * GROUP + group) * GROUP + token, sums.sum(-1, dtype=torch.float64)
 
 
-def _first_beyond(cumulated: Tensor, target: Tensor) -> Tensor:
-    """Where each row (B, n) first exceeds its target (B, 1), or the last place that adds to it."""
-    places = torch.searchsorted(cumulated, target, right=True)
-    return torch.minimum(places, torch.searchsorted(cumulated, cumulated[:, -1:].contiguous()))
+def _race(weights: Tensor, words: NDArray[np.uint32], number: int) -> Tensor:
+    """Who wins of each row (B, n)."""
+    paces = torch.from_numpy(exponentials(words, number, weights.shape[-1])).to(weights.device)
+    return (weights / paces).argmax(-1)

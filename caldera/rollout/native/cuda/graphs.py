@@ -17,7 +17,7 @@ from caldera.models.exact_mode import in_exactness
 from caldera.rollout.native.blocks import PAGE_SIZE, pages_for
 from caldera.rollout.native.cache import KVCache
 from caldera.rollout.native.cuda.mail import INPUTS, Mail
-from caldera.rollout.native.sampler import SamplingRows, uniforms
+from caldera.rollout.native.sampler import SamplingRows, draws
 
 
 class Chosen(NamedTuple):
@@ -152,8 +152,7 @@ def step_inputs(
     told = np.zeros((INPUTS, len(rows)), dtype=np.int32)
     told[0], told[1], told[2] = rows, positions, slots // PAGE_SIZE
     if sampling is not None:
-        drawn = uniforms(sampling.seed, sampling.generated)
-        told[3] = drawn.astype(np.float32).view(np.int32)
+        told[3] = draws(sampling.seed, sampling.generated).view(np.int32)
         temperature = sampling.temperature
         inverse = np.divide(1, temperature, np.zeros(len(rows)), where=temperature != 0)
         told[4] = inverse.astype(np.float32).view(np.int32)

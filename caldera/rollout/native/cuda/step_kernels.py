@@ -18,9 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from caldera.rollout.native.blocks import PAGE_SIZE
 from caldera.rollout.native.cuda.chains import UNCHAINED
 from caldera.rollout.native.cuda.mail import FIELDS, INPUTS, LETTERS, Mail
+from caldera.rollout.native.sampler import GROUP, TILE
 
-TILE = 4096
-"""Logits that a program reads."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -100,9 +99,9 @@ def choose(
 ) -> Tensor:
     """A token and its log-prob for each place, (2, B): int32, and float32 in the same bits.
 
-    logits (B, V). The fourth row of `inputs` has uniform random numbers and the fifth one over the
+    logits (B, V). The fourth row of `inputs` has random words and the fifth one over the
     temperature, as the bits of float32; 0 for the likeliest token, of temperature 1. The token is
-    the first whose cumulated probability exceeds the random number. `raw`: the log-prob is that of
+    that which `sample` finds, but for rounding. `raw`: the log-prob is that of
     temperature 1. Each row's newest token is set. `mail`: of a step that had a letter, which is
     answered, too; the next step reads the next letter.
     """
@@ -119,7 +118,7 @@ def choose(
     )  # fmt: skip
     _choose_kernel[(size,)](
         logits, inputs, found, newest, out, next_letter, answers, size, vocabulary,
-        logits.stride(0), tiles, stride, TILE=TILE, TILES=triton.next_power_of_2(tiles), RAW=raw,
+        logits.stride(0), tiles, stride, GROUP=GROUP, TILES=triton.next_power_of_2(tiles), RAW=raw,
         LETTERS=LETTERS, num_warps=8, **chain,
     )  # fmt: skip
     return out
@@ -156,19 +155,35 @@ def _tile_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _exponential(word: tl.tensor, race: tl.constexpr, place: tl.tensor) -> tl.tensor:
+    """A number for each place; like `exponentials` in `sampler.py`."""
+    state = word + (race * 65536 + place).to(tl.uint32) * 0x9E3779B9
+    state = (state ^ (state >> 16)) * 0x85EBCA6B
+    state = (state ^ (state >> 13)) * 0xC2B2AE35
+    state = state ^ (state >> 16)
+    return -tl.log(((state >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _winner(weights: tl.tensor, word: tl.tensor, race: tl.constexpr, place: tl.tensor) -> tl.tensor:
+    pace = weights / _exponential(word, race, place)
+    return tl.argmax(tl.where(pace > 0, pace, 0.0), 0)  # not NaN, which has no order
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _choose_kernel(
     logits: tl.tensor, inputs: tl.tensor, found: tl.tensor, newest: tl.tensor, out: tl.tensor,
     next_letter: tl.tensor, answers: tl.tensor, size: tl.tensor, vocabulary: tl.tensor,
-    stride: tl.tensor, tiles: tl.tensor, answer_stride: tl.tensor, TILE: tl.constexpr,
+    stride: tl.tensor, tiles: tl.tensor, answer_stride: tl.tensor, GROUP: tl.constexpr,
     TILES: tl.constexpr, RAW: tl.constexpr, LETTERS: tl.constexpr, CHAINED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """First the tile, by the sums of all, then the token in it."""
+    """First the tile, by the sums of all, then the group of its tokens, then the token."""
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
     place = tl.program_id(0)
     row, position = tl.load(inputs + place), tl.load(inputs + size + place)
-    uniform = tl.load(inputs + 3 * size + place).to(tl.float32, bitcast=True)
+    word = tl.load(inputs + 3 * size + place).to(tl.uint32, bitcast=True)
     inverse = tl.load(inputs + 4 * size + place).to(tl.float32, bitcast=True)
     is_greedy = inverse == 0
     inverse = tl.where(is_greedy, 1.0, inverse)
@@ -180,23 +195,21 @@ def _choose_kernel(
     share = tl.load(source + cells, mask=tile < tiles, other=0.0)
     share = share * tl.exp2((largest - top) * (inverse * LOG2_E))
     total = tl.sum(share, 0)
-    aim = uniform * total
-    before = tl.cumsum(share, 0) - share
-    # The last tile that begins at or before the aim, and holds anything.
-    chosen = tl.max(tl.where((before <= aim) & (share > 0), tile, 0), 0)
-    passed = tl.sum(tl.where(tile == chosen, before, 0.0), 0)
+    chosen = _winner(share, word, 0, tile)
     chosen = tl.where(is_greedy, tl.argmax(largest, 0), chosen)
 
-    token = chosen * TILE + tl.arange(0, TILE)
+    step = tl.arange(0, GROUP)
+    token = chosen * (GROUP * GROUP) + step[:, None] * GROUP + step[None, :]
     line = logits + place.to(tl.int64) * stride
     logit = tl.load(line + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
-    probability = tl.exp2((logit - top) * (inverse * LOG2_E))
-    reached = passed + tl.cumsum(probability, 0)
-    drawn = tl.min(tl.where((reached > aim) & (probability > 0), token, 2147483647), 0)
-    last = tl.max(tl.where(probability > 0, token, 0), 0)  # where rounding let none reach the aim
-    likeliest = tl.min(tl.where(logit == top, token, vocabulary), 0)
-    likeliest = tl.minimum(likeliest, vocabulary - 1)  # a row of NaN has none
-    drawn = tl.where(is_greedy, likeliest, tl.minimum(drawn, last))
+    weight = tl.exp2((logit - top) * (inverse * LOG2_E))
+    group = _winner(tl.sum(weight, 1), word, 1, step)
+    inside = tl.sum(tl.where(step[:, None] == group, weight, 0.0), 0)
+    drawn = _winner(inside, word, 2, step)
+    drawn += (chosen * GROUP + group) * GROUP
+    likeliest = tl.min(tl.min(tl.where(logit == top, token, vocabulary), 1), 0)
+    drawn = tl.where(is_greedy, likeliest, drawn)
+    drawn = tl.minimum(drawn, vocabulary - 1)  # a row of NaN has none
     said = tl.load(line + drawn).to(tl.float32) - top
     if RAW:
         plain = tl.load(source + 2 * cells, mask=tile < tiles, other=0.0)

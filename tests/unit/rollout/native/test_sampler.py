@@ -10,9 +10,10 @@ from caldera.rollout.native.sampler import (
     Penalties,
     SamplingRows,
     _draw,
+    draws,
+    exponentials,
     penalise,
     sample,
-    uniforms,
 )
 
 PROBABILITIES = [0.4, 0.3, 0.15, 0.1, 0.05]
@@ -43,26 +44,35 @@ def splitmix64(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def test_uniforms_are_splitmix64_in_integers():
+def test_draws_are_splitmix64_in_integers():
     seeds, counters = [0, 1, 2**63 - 1, 2**64 - 1], [0, 5, 1000, 3]
     expected = [
-        (splitmix64((splitmix64(s) + (c + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 11) * 2.0**-53
+        splitmix64((splitmix64(s) + (c + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 32
         for s, c in zip(seeds, counters, strict=True)
     ]
-    assert uniforms(np.array(seeds, np.uint64), np.array(counters)).tolist() == expected
+    assert draws(np.array(seeds, np.uint64), np.array(counters)).tolist() == expected
 
 
-def test_uniforms_are_uniform_over_seeds_and_over_counters():
+@pytest.mark.parametrize("by", ["seed", "counter", "race", "place"])
+def test_exponentials_are_exponential_and_independent(by):
     count = 50_000
-    for numbers in (
-        uniforms(np.arange(count, dtype=np.uint64), np.zeros(count, dtype=np.int64)),
-        uniforms(np.full(count, 9, dtype=np.uint64), np.arange(count)),
-    ):
-        assert numbers.min() >= 0 and numbers.max() < 1
-        histogram, _ = np.histogram(numbers, bins=20, range=(0, 1))
-        chi_square = ((histogram - count / 20) ** 2 / (count / 20)).sum()
-        assert chi_square < 43.8  # 19 degrees of freedom, one chance in a thousand
-        assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
+    seeds, counters = np.zeros(count, np.uint64), np.zeros(count, np.int64)
+    if by == "seed":
+        seeds = np.arange(count, dtype=np.uint64)
+    elif by == "counter":
+        counters = np.arange(count)
+    words = draws(seeds, counters)
+    numbers = exponentials(words, 1, 3)[:, 2]
+    if by == "race":
+        numbers = np.concatenate([exponentials(words[:1], race, 1)[0] for race in range(5000)])
+    elif by == "place":
+        numbers = exponentials(words[:1], 0, count)[0]
+    uniform = np.exp(-numbers.astype(np.float64))
+    assert numbers.min() > 0 and uniform.min() > 0
+    histogram, _ = np.histogram(uniform, bins=20, range=(0, 1))
+    expected = len(numbers) / 20
+    assert ((histogram - expected) ** 2 / expected).sum() < 43.8  # one chance in a thousand
+    assert abs(np.corrcoef(uniform[:-1], uniform[1:])[0, 1]) < 0.03
 
 
 def test_sampling_follows_the_distribution():
@@ -170,22 +180,47 @@ def test_a_row_depends_on_itself_alone():
         assert (token.item(), log_prob.item()) == (tokens[row].item(), log_probs[row].item())
 
 
-def test_the_last_random_number_finds_the_last_possible_token():
-    largest = np.array([1 - 2.0**-53])
-    probabilities = torch.tensor([[0.3, 0.7, 0.0, 0.0]])
-    assert _draw(probabilities, largest)[0].item() == 1
-    assert _draw(probabilities, np.array([1.0]))[0].item() == 1  # as if rounded up
-    assert _draw(torch.tensor([[0.0, 0.0, 1.0]]), np.array([0.0]))[0].item() == 2
+def test_a_token_without_weight_is_never_drawn():
+    words = draws(np.arange(20_000, dtype=np.uint64), np.zeros(20_000, np.int64))
+    weights = torch.tensor([[0.0, 1e-30, 0.0, 1.0, 0.0]]).expand(20_000, -1)
+    assert set(_draw(weights, words)[0].tolist()) == {3}
 
 
 def test_tokens_of_a_large_vocabulary_are_drawn_by_their_probability():
-    """The stretches in which they are looked for do not show."""
+    """Tiles and groups, in which they are looked for, do not show."""
     generator = torch.Generator().manual_seed(0)
-    weights = torch.rand(1, 1300, generator=generator)
+    weights = torch.rand(1, 9000, generator=generator)
     weights[0, 500:900] = 0
-    cumulated = weights[0].double().cumsum(0).numpy()
-    uniform = np.random.default_rng(0).random(3000)
-    tokens, totals = _draw(weights.expand(3000, -1), uniform)
-    expected = np.searchsorted(cumulated, uniform * cumulated[-1], side="right")
-    assert (tokens.numpy() == expected).mean() > 0.999  # but for sums that round otherwise
-    np.testing.assert_allclose(totals.numpy(), cumulated[-1], rtol=1e-6)
+    count = 40_000
+    words = draws(np.arange(count, dtype=np.uint64), np.full(count, 3))
+    found = [_draw(weights.expand(len(part), -1), part) for part in np.array_split(words, 40)]
+    tokens = torch.cat([tokens for tokens, _ in found])
+    assert tokens.max() < 9000
+    np.testing.assert_allclose(found[0][1].numpy(), weights.double().sum().item(), rtol=1e-6)
+    for size in (64, 100, 4096):  # tokens that are counted together
+        bins = -(-9000 // size)
+        place = torch.arange(9000) // size
+        expected = torch.zeros(bins).index_add_(0, place, weights[0]) / weights.sum() * count
+        got = torch.bincount(tokens // size, minlength=bins)
+        kept = expected > 0
+        chi_square = ((got - expected) ** 2 / expected)[kept].sum()
+        assert chi_square < kept.sum() + 4 * (2 * kept.sum()) ** 0.5
+
+
+def test_rounding_hardly_ever_decides():
+    """The same draws from logits that differ as those of one row alone and in a batch do."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(1, 49152, generator=generator)
+    rounded = logits + 5e-5 * torch.randn(1, 49152, generator=generator)
+    one, two = (
+        torch.cat(
+            [
+                sample(
+                    each.expand(250, -1), rows(250, seeds=range(start, start + 250)), False
+                ).tokens
+                for start in range(0, 3000, 250)
+            ]
+        )
+        for each in (logits, rounded)
+    )
+    assert (one != two).sum() <= 3  # a search among cumulated weights: hundreds

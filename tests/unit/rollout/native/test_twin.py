@@ -13,7 +13,7 @@ from caldera.models.attention import ATTENTION, PackedSequences
 from caldera.models.forward import hidden_states
 from caldera.rollout.native.cuda.graphs import ladder, step_inputs
 from caldera.rollout.native.cuda.twin import Twin
-from caldera.rollout.native.sampler import SamplingRows, uniforms
+from caldera.rollout.native.sampler import SamplingRows, draws
 from caldera.rollout.native.trunk import compiled_trunk, plain_trunk
 
 CPU = torch.device("cpu")
@@ -155,7 +155,7 @@ def test_what_a_step_is_told() -> None:
     rows, positions = np.array([3, 1]), np.array([20, 5])
     told = step_inputs(rows, positions, np.array([16 * 7 + 4, 16 * 2 + 5]), sampling)
     assert told[:3].tolist() == [[3, 1], [20, 5], [7, 2]]
-    drawn = uniforms(sampling.seed, sampling.generated).astype(np.float32)
-    assert told[3].view(np.float32).tolist() == drawn.tolist()
+    words = draws(sampling.seed, sampling.generated)
+    assert told[3].view(np.uint32).tolist() == words.tolist()
     assert told[4].view(np.float32).tolist() == [2.0, 0.0]
     assert not step_inputs(rows, positions, rows, None)[3:].any()
