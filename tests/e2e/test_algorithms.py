@@ -54,7 +54,7 @@ def run(lab: Lab, folder: Path, *overrides: str, steps: int = 2) -> list[dict[st
     assert len(rows) == steps
     for row in rows:
         assert all(math.isfinite(value) for value in row.values()), row
-        assert row["actor/grad_norm"] > 0
+    assert any(row["actor/grad_norm"] > 0 for row in rows)  # not each, if answers score alike
     return rows
 
 
