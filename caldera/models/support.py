@@ -7,6 +7,7 @@ once is seen when a model is first sampled from (`KVCache.check_pass`).
 from __future__ import annotations
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from caldera.errors import UnsupportedError
 from caldera.models.forward import base_module
@@ -34,11 +35,11 @@ def refuse_other_models(module: nn.Module) -> None:
     _refuse_other_heads(model)
 
 
-def _refuse_other_heads(model: nn.Module) -> None:
-    head = model.get_output_embeddings()  # type: ignore[operator]
+def _refuse_other_heads(model: PreTrainedModel) -> None:
+    head = model.get_output_embeddings()
     if head is None:  # a value head, say
         return
-    known = {id(each) for part in (model.base_model, head) for each in part.parameters()}  # type: ignore[union-attr]
+    known = {id(each) for part in (model.base_model, head) for each in part.parameters()}
     others = [name for name, each in model.named_parameters() if id(each) not in known]
     if others:
         raise UnsupportedError(

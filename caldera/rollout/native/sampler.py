@@ -73,7 +73,7 @@ def draws(seed: NDArray[np.uint64], counter: IntArray) -> NDArray[np.uint32]:
 def exponentials(words: NDArray[np.uint32], race: int, count: int) -> NDArray[np.float32]:
     """Exponentially distributed numbers (B, count), pure functions of word (B,), race and place.
 
-    Like `exponential` in `cuda/step_kernels.py`.
+    Like `_exponential` in `cuda/step_kernels.py`.
     """
     place = np.arange(count, dtype=np.uint32) + np.uint32(race << 16)
     state = words[:, None] + place * np.uint32(0x9E3779B9)
