@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from caldera.data.prepare.humaneval import helpers_of
 from caldera.reward.sandbox import Limits, Outcome, Sandbox
 
 
@@ -32,7 +33,8 @@ class Problem:
 def humaneval(folder: Path) -> Iterator[Problem]:
     with gzip.open(folder / "humaneval" / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as file:
         for row in map(json.loads, file):
-            tests = f"{row['test']}\ncheck({row['entry_point']})\n"
+            helpers = helpers_of(row["prompt"], row["entry_point"])
+            tests = f"{helpers}{row['test']}\ncheck({row['entry_point']})\n"
             solution = row["prompt"] + row["canonical_solution"]
             yield Problem(row["task_id"], solution, f"{row['prompt']}    return None\n", tests)
 
@@ -40,9 +42,8 @@ def humaneval(folder: Path) -> Iterator[Problem]:
 def mbpp(folder: Path) -> Iterator[Problem]:
     with (folder / "mbpp" / "mbpp.jsonl").open(encoding="utf-8") as file:
         for row in map(json.loads, file):
-            solution = f"{row['code']}\n{row['test_setup_code']}\n"
-            tests = "\n".join([*row["test_list"], *row["challenge_test_list"]])
-            yield Problem(f"MBPP/{row['task_id']}", solution, "", tests)
+            tests = [row["test_setup_code"], *row["test_list"], *row["challenge_test_list"]]
+            yield Problem(f"MBPP/{row['task_id']}", row["code"], "", "\n".join(tests))
 
 
 def prove(name: str, problems: list[Problem], sandbox: Sandbox) -> None:

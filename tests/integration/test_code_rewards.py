@@ -60,6 +60,34 @@ def test_programs_are_tested_in_the_sandbox(
     assert verdict["acc"] == (score == 1.0)
 
 
+FORGED_RESULTS = {
+    "nothing": "",
+    "no function": "print(8)",
+    "the mark": "print('\\n----- caldera: result -----\\n7')\nimport os\nos._exit(0)",
+    "the mark at the end": "import atexit\n"
+    "atexit.register(print, '\\n----- caldera: result -----\\n7')\n"
+    "def pow(a, b):\n    return 7",
+    "json": "import json\njson.dumps = lambda value: 'true'\ndef pow(a, b):\n    return 7",
+    "equal": "class Right(int):\n    def __eq__(self, other):\n        return True\n"
+    "def pow(a, b):\n    return Right(7)",
+    "beyond floats": "def pow(a, b):\n    return 10**400",
+    "much": "def pow(a, b):\n    return [8] * 10**6",
+    "StopIteration": "def pow(a, b):\n    raise StopIteration",
+    "SystemExit": "def pow(a, b):\n    raise SystemExit(0)",
+}
+
+
+@pytest.mark.parametrize("name", FORGED_RESULTS)
+def test_results_of_functions_are_not_forged(place: str | None, name: str) -> None:
+    score = default_score_function(SandboxFusionConfig(url=place))
+    for wanted in (8, 8.0):
+        truth = {"inputs": [[2, 3]], "outputs": [wanted], "fn_name": "pow"}
+        answer = f"```python\n{FORGED_RESULTS[name]}\n```"
+        assert score("apps", answer, json.dumps(truth)) == {"score": 0.0, "acc": 0.0}
+        right = "```python\ndef pow(a, b):\n    return a ** b\n```"
+        assert score("apps", right, json.dumps(truth))["score"] == 1.0
+
+
 @pytest.mark.parametrize(("memory", "score"), [(1024, 1.0), (128, 0.0)])
 def test_programs_have_the_memory_that_the_config_says(
     place: str | None, memory: int, score: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from caldera.reward.answer_formats import AnswerFormats
 from caldera.reward.batch import BatchRewardManager
 from caldera.reward.custom import get_custom_reward_fn
 from caldera.reward.dapo import DAPORewardManager
@@ -27,6 +28,7 @@ __all__ = [
     "ROWS",
     "TIMED_OUT",
     "VALUE",
+    "AnswerFormats",
     "BatchRewardManager",
     "DAPORewardManager",
     "GDPORewardManager",

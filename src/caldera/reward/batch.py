@@ -10,6 +10,7 @@ import torch
 
 from caldera.errors import RewardError
 from caldera.protocol import DataProto
+from caldera.reward.exits import no_exit
 from caldera.reward.manager import REWARD_MANAGERS, NaiveRewardManager, RewardResult
 from caldera.reward.samples import Outcome, Pending, failure
 from caldera.reward.scoring import attempt
@@ -42,10 +43,11 @@ class BatchRewardManager(NaiveRewardManager):
             **self.reward_kwargs,
         }
         whole = self._scoring.submit(arguments, f"a batch of {len(samples)} samples")
-        if error := whole.exception():
+        if (error := whole.exception()) is not None:
             return [failure(error)] * len(samples)
-        listed = attempt(_one_a_sample, whole.result(), len(samples))
-        if error := listed.exception():
+        with no_exit():
+            listed = attempt(_one_a_sample, whole.result(), len(samples))
+        if (error := listed.exception()) is not None:
             return [failure(error)] * len(samples)
         return [
             self.outcome(Pending(sample, attempt(lambda value=value: value)))

@@ -34,9 +34,13 @@ def serve_calls(connection: Connection, function: bytes) -> None:
     connection.send_bytes(READY)
     while True:
         arguments = calls.get()
-        done = loaded if loaded.exception() else attempt(_call, loaded.result(), arguments)
-        answer = done if done.exception() else attempt(pickle.dumps, (True, done.result()))
-        if error := answer.exception():
+        done = (
+            loaded if loaded.exception() is not None else attempt(_call, loaded.result(), arguments)
+        )
+        answer = (
+            done if done.exception() is not None else attempt(pickle.dumps, (True, done.result()))
+        )
+        if (error := answer.exception()) is not None:
             told = error if isinstance(error, CalderaError) else RewardError(explain(error))
             connection.send_bytes(pickle.dumps((False, told)))
         else:

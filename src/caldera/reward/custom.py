@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from caldera.config.reward import CustomRewardFunctionConfig
 from caldera.data.importing import load_object
 from caldera.errors import ConfigError
+from caldera.reward.exits import guard_exit
 
 __all__ = ["CustomScore", "ScoreFunction", "get_custom_reward_fn", "named_arguments"]
 
@@ -29,6 +30,7 @@ class CustomScore:
 
     @functools.cached_property
     def function(self) -> ScoreFunction:
+        guard_exit()
         function = load_object(self.path, self.name, "custom_reward_function")
         if not callable(function):
             raise ConfigError(
@@ -41,18 +43,26 @@ class CustomScore:
     def check_call(self, names: Collection[str]) -> None:
         """The function can be called with these keywords and its `reward_kwargs`."""
         keywords = dict.fromkeys([*names, *self.reward_kwargs])
+        self._check_binds((), keywords, f"the keywords {', '.join(keywords)}")
+
+    def check_call_by_place(self, names: Sequence[str]) -> None:
+        """The function can be called with so many arguments, in this order, and its
+        `reward_kwargs`."""
+        more = "".join(f", {name}=..." for name in self.reward_kwargs)
+        self._check_binds(names, self.reward_kwargs, f"the arguments {', '.join(names)}{more}")
+
+    def _check_binds(self, args: Sequence[Any], kwargs: Mapping[str, Any], shown: str) -> None:
         try:
             # A decorator may take other arguments than what it decorates.
             signature = inspect.signature(self.function, follow_wrapped=False)
         except ValueError:  # as of some functions that are written in C
             return
         try:
-            signature.bind(**keywords)
+            signature.bind(*args, **kwargs)
         except TypeError as error:
             raise ConfigError(
                 f"custom_reward_function.name={self.name!r}: {self.path} has "
-                f"{self.name}{signature}, which cannot be called with the keywords "
-                f"{', '.join(keywords)}: {error}"
+                f"{self.name}{signature}, which cannot be called with {shown}: {error}"
             ) from error
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,13 +88,17 @@ def named_arguments(
     return {name: make() for name, make in offered.items() if takes_any or name in taken}
 
 
-def get_custom_reward_fn(config: CustomRewardFunctionConfig) -> CustomScore | None:
+def get_custom_reward_fn(
+    config: CustomRewardFunctionConfig, custom: Mapping[str, Any] | None = None
+) -> CustomScore | None:
     """The function that the configuration names, or None if it names none.
 
-    Its `reward_kwargs` override the arguments of every call.
+    Its `reward_kwargs` override the arguments of every call. A function with a parameter `custom`
+    gets the keys of `custom`.
     """
     if config.path is None:
         return None
     score = CustomScore(config.path, config.name, dict(config.reward_kwargs))
-    _ = score.function  # a mistake in the name is found at once
+    offered = named_arguments(score, {"custom": lambda: dict(custom or {})})
+    score.reward_kwargs = offered | score.reward_kwargs
     return score

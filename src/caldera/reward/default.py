@@ -16,7 +16,7 @@ from caldera.reward.sandbox import Limits, Sandbox, SandboxFusionClient
 from caldera.reward_score import Score, default_compute_score
 from caldera.reward_score.code_tests import Program, ProgramResult
 
-__all__ = ["default_score_function", "score_by_data_source"]
+__all__ = ["default_score_function", "score_by_data_source", "scores_by_source"]
 
 RUN_ASSERTS = """
 exec({asserts!r}, globals())
@@ -31,6 +31,11 @@ def default_score_function(config: SandboxFusionConfig) -> ScoreFunction:
     if config.url is not None:
         _client(config.url, config.max_concurrent, config.memory_limit_mb)  # a bad URL ends here
     return partial(score_by_data_source, sandbox=config)
+
+
+def scores_by_source(function: ScoreFunction) -> bool:
+    """Whether it is the one below that scores, and not one of the user's own."""
+    return getattr(function, "func", function) is score_by_data_source
 
 
 def score_by_data_source(
@@ -68,10 +73,13 @@ def _run_tests(config: SandboxFusionConfig, programs: Sequence[Program]) -> Iter
 
 
 def _run_on_server(client: SandboxFusionClient, program: Program) -> ProgramResult:
-    """The protocol knows programs alone: asserts run after the program, in its own process."""
+    """Where a server only runs programs, asserts run after the program, in its own process."""
     if not program.asserts:
         outcome = client.run(program.source, program.stdin)
         return ProgramResult(outcome.stdout, outcome.ok)
+    judged = client.check(program.source, program.asserts)
+    if judged is not None:
+        return ProgramResult(judged.stdout, judged.ok)
     mark = secrets.token_hex(16)  # a program that ends before its asserts do cannot print it
     rest = RUN_ASSERTS.format(asserts=program.asserts, mark=mark)
     outcome = client.run(f"{program.source}\n{rest}", program.stdin)

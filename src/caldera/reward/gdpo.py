@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from caldera.errors import ConfigError, RewardError
 from caldera.reward.custom import ScoreFunction
+from caldera.reward.explaining import shown
 from caldera.reward.manager import REWARD_MANAGERS, NaiveRewardManager
 from caldera.reward.samples import Sample, finite, read_score
 
@@ -51,8 +52,8 @@ class GDPORewardManager(NaiveRewardManager):
     def _judge(self, sample: Sample, returned: Any) -> tuple[float, dict[str, Any]]:
         if not isinstance(returned, Mapping):
             raise RewardError(
-                f"the score function returned {returned!r} where algorithm.gdpo_reward_keys needs "
-                f"a dict with {', '.join(self._weights)}"
+                f"the score function returned {shown(returned)} where algorithm.gdpo_reward_keys "
+                f"needs a dict with {', '.join(self._weights)}"
             )
         rewards = {key: finite(returned.get(key), f"the reward {key!r}") for key in self._weights}
         total = sum(weight * rewards[key] for key, weight in self._weights.items())

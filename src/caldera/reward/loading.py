@@ -39,7 +39,7 @@ def load_reward_manager(
     scores, or a function of the user's own does, which is told address and tokenizer.
     """
     manager_class = _manager_class(config.reward_manager)
-    own_function = get_custom_reward_fn(config.custom_reward_function)
+    own_function = get_custom_reward_fn(config.custom_reward_function, config.custom)
     if manager_class is BatchRewardManager and own_function is None:
         raise ConfigError(
             "custom_reward_function.path=null: reward_model.reward_manager='batch' needs the "
@@ -88,6 +88,7 @@ def _further_arguments(manager_class: Any, config: PPOTrainerConfig) -> dict[str
         "max_resp_len": config.data.max_response_length,
         "reward_keys": config.algorithm.gdpo_reward_keys,
         "reward_weights": config.algorithm.gdpo_reward_weights,
+        "custom": config.custom,
     }
     taken = inspect.signature(manager_class).parameters
     for name, value in offered.items():

@@ -7,8 +7,10 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeGuard
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -17,6 +19,8 @@ from caldera.protocol import DataProto, tensors_of
 from caldera.registry import Registry
 from caldera.reward.custom import ScoreFunction, named_arguments
 from caldera.reward.default import score_by_data_source
+from caldera.reward.exits import no_exit
+from caldera.reward.explaining import shown
 from caldera.reward.samples import (
     ERROR_KEY,
     FAILED,
@@ -30,6 +34,7 @@ from caldera.reward.samples import (
     outcome_of,
     prompt_ids,
     read_score,
+    recordable,
     response_lengths,
     row_values,
 )
@@ -82,7 +87,8 @@ def compute_reward(
     A sample that could not be scored has rewards of 0, and a `reward_state` that says so.
     """
     kind = type(inspect.unwrap(reward_fn))  # of the manager itself
-    done = attempt(reward_fn, data, return_dict=True)
+    with nullcontext() if _is_ours(kind) else no_exit():
+        done = attempt(reward_fn, data, return_dict=True)
     error = done.exception()
     if error is not None and not _is_ours(kind):
         failed = failure(error)  # or raises: it is a mistake of the run's
@@ -95,7 +101,11 @@ def compute_reward(
             f"{kind.__name__} returned {_described(result)} where return_dict=True asks for a dict "
             "with the tensor reward_tensor and the dict reward_extra_info"
         )
-    return _without_nonsense(result["reward_tensor"], result["reward_extra_info"])
+    _check_sizes(kind, result, tensors_of(data)["responses"].shape)
+    extras = result["reward_extra_info"]
+    if not _is_ours(kind):
+        extras = {key: [recordable(value) for value in values] for key, values in extras.items()}
+    return _without_nonsense(result["reward_tensor"], extras)
 
 
 def _is_ours(kind: type) -> bool:
@@ -109,6 +119,22 @@ def _is_reward_result(returned: Any) -> TypeGuard[RewardResult]:
         and isinstance(returned.get("reward_tensor"), torch.Tensor)
         and isinstance(returned.get("reward_extra_info"), dict)
     )
+
+
+def _check_sizes(kind: type, result: RewardResult, shape: torch.Size) -> None:
+    rewards = result["reward_tensor"].shape
+    if rewards != shape:
+        raise RewardError(
+            f"{kind.__name__} returned a reward_tensor of shape {tuple(rewards)}, where the "
+            f"responses have {tuple(shape)}: it takes a number for every response token"
+        )
+    for key, values in result["reward_extra_info"].items():
+        is_column = isinstance(values, Sequence | np.ndarray | torch.Tensor)
+        if not is_column or isinstance(values, str) or len(values) not in (0, shape[0]):
+            raise RewardError(
+                f"{kind.__name__} returned reward_extra_info[{key!r}]={shown(values)}: it takes a "
+                f"list with an item for each of the {shape[0]} responses"
+            )
 
 
 def _described(returned: Any) -> str:
@@ -155,10 +181,11 @@ class NaiveRewardManager:
 
     def outcome(self, pending: Pending) -> Outcome:
         """What has become of a sample. Raises what is a mistake of the run's."""
-        if error := pending.future.exception():
+        if (error := pending.future.exception()) is not None:
             return failure(error)
-        judged = attempt(self._judged, pending)
-        if error := judged.exception():
+        with no_exit():  # what was returned may be of a class with methods of its own
+            judged = attempt(self._judged, pending)
+        if (error := judged.exception()) is not None:
             return failure(error)
         outcome: Outcome = judged.result()
         return outcome

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import http.client
 import json
 import math
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +22,7 @@ from caldera.data.judged_conversation import (
     reward_model_tokenizer,
 )
 from caldera.errors import RewardError
+from caldera.http_client import JsonClient, NoAnswer, Retries, Unavailable
 from caldera.reward.scoring import ThreadScoring
 
 if TYPE_CHECKING:
@@ -44,13 +42,6 @@ FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 10.0
 SECONDS_TO_ANSWER = 120.0
 MAX_IN_FLIGHT = 64
-FINAL_STATUSES = range(400, 500)
-BUSY_STATUSES = (408, 425, 429)
-"""Those of them that are worth another attempt."""
-
-
-class _FinalError(RewardError):
-    """Another attempt would be told the same."""
 
 
 class RouterUrl(str):
@@ -79,26 +70,23 @@ class RewardModelClient:
         self._tokenizer = tokenizer
         self._max_length = max_length
         # A run's own router is not beyond a proxy, whatever the environment says.
-        handlers = [urllib.request.ProxyHandler({})] if isinstance(url, RouterUrl) else []
-        self._opener = urllib.request.build_opener(*handlers)
+        self._client = JsonClient(by_proxy=not isinstance(url, RouterUrl))
         # Its threads do not keep the process from ending.
         self._requests = ThreadScoring(self._post, None, MAX_IN_FLIGHT)
 
     async def score(self, messages: list[Message], answer: str) -> float:
         """The model's verdict; raises RewardError once all attempts have failed."""
         body = json.dumps(self._request(messages, answer)).encode()
-        pause = FIRST_PAUSE_SECONDS
-        for attempts_left in reversed(range(ATTEMPTS)):
-            try:
-                sent = self._requests.submit({"body": body}, self.url)
-                return self._read(await asyncio.wrap_future(sent))
-            except (RewardError, OSError, http.client.HTTPException, ValueError) as error:
-                if isinstance(error, _FinalError) or not attempts_left:
-                    said = str(error) or type(error).__name__
-                    raise RewardError(f"no score from {self.url}: {said}") from error
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-        raise AssertionError("the last attempt returns or raises")
+        retries = Retries(ATTEMPTS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+
+        async def attempt() -> float:
+            sent = self._requests.submit({"body": body}, self.url)
+            return self._read(await asyncio.wrap_future(sent))
+
+        try:
+            return await retries.run_async(attempt, (Unavailable, RewardError))
+        except (NoAnswer, RewardError) as error:
+            raise RewardError(f"no score from {self.url}: {error}") from error
 
     def _request(self, messages: list[Message], answer: str) -> dict[str, Any]:
         text = conversation_text(self._tokenizer, messages, answer)
@@ -113,15 +101,7 @@ class RewardModelClient:
         return request if self._name == "sglang" else request | plain
 
     def _post(self, body: bytes) -> Any:
-        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
-        try:
-            with self._opener.open(request, timeout=SECONDS_TO_ANSWER) as response:
-                return json.load(response)
-        except urllib.error.HTTPError as error:
-            with error:
-                said = error.read(2000).decode(errors="replace")
-            is_final = error.code in FINAL_STATUSES and error.code not in BUSY_STATUSES
-            raise (_FinalError if is_final else RewardError)(f"{error}: {said}") from error
+        return self._client.post(self.url, body, SECONDS_TO_ANSWER)
 
     def _read(self, answer: Any) -> float:
         field = "embedding" if self._name == "sglang" else "probs"

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from caldera.errors import ConfigError, RewardError
 from caldera.reward.child import serve_calls
 from caldera.reward.custom import CustomScore, ScoreFunction
+from caldera.reward.explaining import in_words
 from caldera.reward.manager import REWARD_MANAGERS, NaiveRewardManager
 from caldera.reward.scoring import CallTimeout, Scoring, ThreadScoring, attempt
 
@@ -31,6 +32,7 @@ __all__ = ["PrimeRewardManager", "ProcessScoring", "RemoteRewardManager"]
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_START = 300.0  # in which the file of a function has been run
+SLOW_PROCESSES = 16  # beyond those of the workers: each has memory of its own
 SECONDS_TO_DIE = 5.0  # between the end of a connection and that of its process
 
 
@@ -78,16 +80,16 @@ class ProcessScoring:
         self, function: Callable[..., Any], timeout: float | None, num_workers: int
     ) -> None:
         pickled = attempt(pickle.dumps, function)
-        if error := pickled.exception():
+        if (error := pickled.exception()) is not None:
             raise ConfigError(
                 "reward_model.reward_manager=prime or remote: the score function cannot be sent to "
-                f"another process ({error}): give it by custom_reward_function.path"
+                f"another process ({in_words(error)}): give it by custom_reward_function.path"
             )
         self._function: bytes = pickled.result()
         self._timeout = timeout
         self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
         # Each thread waits for one process. The process has the time limit, not the thread.
-        self._threads = ThreadScoring(self._call, None, num_workers)
+        self._threads = ThreadScoring(self._call, None, num_workers, most_beside=SLOW_PROCESSES)
 
     def submit(self, arguments: Mapping[str, Any], name: str) -> Future[Any]:
         return self._threads.submit({"arguments": arguments, "name": name}, name)

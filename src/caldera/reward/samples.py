@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import pickle
@@ -16,7 +17,7 @@ import torch
 
 from caldera.errors import CalderaError, DataError, RewardError
 from caldera.protocol import DataProto, tensors_of
-from caldera.reward.explaining import explain, first_line
+from caldera.reward.explaining import explain, in_words, shown, writable
 from caldera.reward.scoring import CallTimeout, attempt
 
 __all__ = ["FAILED", "TIMED_OUT", "VALUE", "Outcome", "Pending", "Sample", "read_score"]
@@ -29,6 +30,7 @@ STATE_KEY, ERROR_KEY = "reward_state", "reward_error"
 """Columns of states and errors, whose names no scorer may use."""
 
 SHOWN_RESPONSE_CHARACTERS = 200  # of a response, in an error message
+LONGEST_TRACED = 10_000  # characters of an exception that is logged with its traceback
 
 # What rollouts and agent loops know about a sample, and its name in the scorer's `extra_info`.
 ROLLOUT_COLUMNS = {
@@ -149,7 +151,7 @@ def read_score(returned: Any) -> tuple[float, dict[str, Any]]:
         if "score" not in returned:
             keys = ", ".join(map(str, returned)) or "nothing"
             raise RewardError(f"the score function returned a dict without 'score', with {keys}")
-        extras = {str(key): plain(value) for key, value in returned.items()}
+        extras = {writable(str(key)): plain(value) for key, value in returned.items()}
         score = extras["score"]
     else:
         score = plain(returned)
@@ -164,18 +166,43 @@ def outcome_of(score: float, extras: dict[str, Any]) -> Outcome:
             raise RewardError(f"{name!r} is a reserved name, which no scorer may return")
     outcome = Outcome(score, extras)
     # Another process may want to know it, and what is scored must not depend on where it is.
-    if error := attempt(pickle.dumps, outcome).exception():
-        said = first_line(f"{type(error).__name__}: {error}")
+    if (error := attempt(pickle.dumps, outcome).exception()) is not None:
+        said = in_words(error)
         raise RewardError(f"what the scorer returned cannot be sent to another process: {said}")
-    return outcome
+    return Outcome(score, {name: recordable(value) for name, value in extras.items()})
+
+
+def recordable(value: Any) -> Any:
+    """The value if metrics and files can hold it, else a line that shows it."""
+    if isinstance(value, str):
+        return writable(value)
+    if isinstance(value, bool | float | None):
+        return value
+    if isinstance(value, int):
+        return value if _as_float(value) is not None else shown(value)
+    written = attempt(_written, value)
+    return shown(value) if written.exception() is not None else value
+
+
+def _written(value: Any) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, default=lambda held: held.tolist())
+    return text.encode()
 
 
 def finite(value: Any, what: str) -> float:
     """The value as a number, or RewardError."""
     value = plain(value)
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise RewardError(f"{what} must be a finite number, and is {value!r}")
-    return float(value)
+    number = _as_float(value) if isinstance(value, int | float) else None
+    if number is None or not math.isfinite(number):
+        raise RewardError(f"{what} must be a finite number, and is {shown(value)}")
+    return number
+
+
+def _as_float(value: float) -> float | None:
+    try:
+        return float(value)
+    except OverflowError:  # an int with more than 308 digits
+        return None
 
 
 def failure(error: BaseException) -> Outcome:
@@ -187,12 +214,17 @@ def failure(error: BaseException) -> Outcome:
     if isinstance(error, CallTimeout):
         return Outcome(state=TIMED_OUT, error=str(error))
     if isinstance(error, RewardError):
-        return Outcome(state=FAILED, error=first_line(str(error)))
+        return Outcome(state=FAILED, error=shown(error, str))
     if isinstance(error, CalderaError | KeyboardInterrupt):
         raise error
     if not _traceback_is_shown.is_set():
         _traceback_is_shown.set()
-        logger.error("the first failure of a score function:", exc_info=error)
+        size = attempt(lambda: len(str(error)))
+        is_short = size.exception() is None and size.result() <= LONGEST_TRACED
+        said = "" if is_short else f" {in_words(error)}"
+        logger.error(
+            "the first failure of a score function:%s", said, exc_info=error if is_short else None
+        )
     return Outcome(state=FAILED, error=explain(error))
 
 
@@ -202,6 +234,9 @@ _traceback_is_shown = threading.Event()
 
 def plain(value: Any) -> Any:
     """A NumPy or torch scalar as the Python number that it holds; anything else as it is."""
-    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+    is_one = (isinstance(value, torch.Tensor) and value.numel() == 1) or (
+        isinstance(value, np.ndarray) and value.size == 1
+    )
+    if isinstance(value, np.generic) or is_one:
         return value.item()
     return value

@@ -13,6 +13,7 @@ import inspect
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from caldera.errors import RewardError
+from caldera.reward.exits import guard_exit, no_exit
 from caldera.reward.explaining import explain
 
 __all__ = ["CallTimeout", "Scoring", "ScoringLimits", "ThreadScoring", "attempt"]
@@ -28,6 +30,9 @@ __all__ = ["CallTimeout", "Scoring", "ScoringLimits", "ThreadScoring", "attempt"
 logger = logging.getLogger(__name__)
 
 SECONDS_FOR_A_SIGN = 1.0  # in which an event loop that is not blocked does what it is asked to
+SLOW_SECONDS, SLOW_TIMES = 0.25, 10
+"""A call is slow that takes longer than this, and so many times longer than calls do on average."""
+MOST_BESIDE = 1000  # slow calls that others do not wait for: threads cost little while they wait
 
 
 @dataclass(frozen=True)
@@ -79,13 +84,18 @@ class _Call:
         self._lock = threading.Lock()
         self._has_left_its_thread = False
         self._is_too_late = False
+        # Of `ThreadScoring`, under its lock:
+        self.begun = 0.0
+        self.has_returned = False
+        self.is_beside = False
+        """Whether another thread has taken the place of the one that it is in."""
 
     def settle(self, done: Future[Any]) -> None:
         """Answer with what has come."""
         with suppress(InvalidStateError):  # it was too late
             if done.cancelled():
                 self.future.set_exception(asyncio.CancelledError())
-            elif error := done.exception():
+            elif (error := done.exception()) is not None:
                 self.future.set_exception(error)
             else:
                 self.future.set_result(done.result())
@@ -97,7 +107,7 @@ class _Call:
             if self._is_too_late:
                 return False
             self._has_left_its_thread = True
-            if returned.exception() is None and inspect.isawaitable(returned.result()):
+            if _is_awaitable(returned):
                 self._awaiting.add(self)
                 self._awaited = _EventLoop.current().run(returned.result())
         if self._awaited is None:
@@ -121,12 +131,29 @@ class _Call:
             return self._is_too_late
 
 
+def _is_awaitable(returned: Future[Any]) -> bool:
+    if returned.exception() is not None:
+        return False
+    looked = attempt(inspect.isawaitable, returned.result())  # some proxies raise when looked at
+    return looked.exception() is None and bool(looked.result())
+
+
+def _call_in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    try:
+        with no_exit():
+            return function(**arguments)
+    except (SystemExit, KeyboardInterrupt) as error:
+        # The function's own: Ctrl-C raises in the main thread, and no other.
+        raise RewardError(explain(error)) from error
+
+
 class ThreadScoring:
     """Runs a function in daemon threads; what it returns to be awaited, on one event loop.
 
     A call that takes too long is given up. An async function is cancelled. The thread of another
-    cannot be stopped: it is left alone, and a new one takes its place. Threads end when there is
-    nothing to do.
+    cannot be stopped: it is left alone, and a new one takes its place. That happens as soon as a
+    call is slow, so that the time limits of calls that hang run side by side: the first call alone
+    is waited for, which may load what later ones use. Threads end when there is nothing to do.
     """
 
     def __init__(
@@ -135,16 +162,23 @@ class ThreadScoring:
         timeout: float | None,
         num_workers: int = 1,
         admit: Callable[[], None] | None = None,
+        most_beside: int = MOST_BESIDE,
     ) -> None:
-        """`admit` returns when the next call may begin; with it, a call that is awaited counts as
-        one of the `num_workers`, else any number of them go on at once."""
+        """`admit` returns when the next call may begin; with it, a call that is awaited or slow
+        counts as one of the `num_workers`, else any number of those that are awaited go on at once,
+        and `most_beside` of those that are slow."""
+        guard_exit()
         self._function = function
         self._timeout = timeout
         self._num_workers = num_workers
         self._admit = admit
         self._waiting: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._threads = 0  # that are not abandoned
+        self._threads = 0  # whose place no other has taken
+        self._most_beside = 0 if admit is not None else most_beside
+        self._beside = 0  # slow calls under way, whose place another thread has taken
+        self._returned, self._seconds = 0, 0.0  # calls that have, and what they took in all
+        self._first_has_ended = False
 
     def submit(self, arguments: Mapping[str, Any], name: str) -> Future[Any]:
         call = _Call(arguments, name)
@@ -165,10 +199,15 @@ class ThreadScoring:
                 continue
             if self._admit is not None:
                 self._admit()
+            call.begun = time.monotonic()
+            # A call that has been answered need not be kept until its time is over.
             if self._timeout is not None:
-                # A call that has been answered need not be kept until its time is over.
                 _watch().call_later(self._timeout, self._expire, weakref.ref(call))
-            if not call.leave_thread(attempt(self._function, **call.arguments)):
+            if self._most_beside:
+                _watch().call_later(SLOW_SECONDS, self._look, weakref.ref(call))
+            returned = attempt(_call_in_thread, self._function, call.arguments)
+            has_place = self._count(call)
+            if not call.leave_thread(returned) or not has_place:
                 return  # another thread has taken this one's place
             if self._admit is not None:
                 wait([call.future])
@@ -181,6 +220,40 @@ class ThreadScoring:
                 self._threads -= 1
                 return None
 
+    def _count(self, call: _Call) -> bool:
+        """Count a call that has come back; False if another thread has taken its thread's place."""
+        with self._lock:
+            call.has_returned = self._first_has_ended = True
+            self._returned += 1
+            self._seconds += time.monotonic() - call.begun
+            self._beside -= call.is_beside
+            return not call.is_beside
+
+    def _look(self, reference: weakref.ref[_Call]) -> None:
+        """Have others go on beside a call that is slow; else look again."""
+        call = reference()
+        if call is None:
+            return
+        with self._lock:
+            if call.has_returned or call.is_beside:
+                return
+            slow = max(SLOW_SECONDS, SLOW_TIMES * self._seconds / max(self._returned, 1))
+            left = slow - (time.monotonic() - call.begun)
+            if not self._first_has_ended or self._beside >= self._most_beside:
+                left = max(left, SLOW_SECONDS)
+            if left <= 0:
+                self._step_aside(call)
+        if left > 0:
+            _watch().call_later(left, self._look, reference)
+        else:
+            self._add_thread()
+
+    def _step_aside(self, call: _Call) -> None:
+        if not call.is_beside:
+            call.is_beside = True
+            self._beside += 1
+            self._threads -= 1
+
     def _expire(self, reference: weakref.ref[_Call]) -> None:
         call = reference()
         assert self._timeout is not None, "only a call with a time limit is watched"
@@ -192,7 +265,8 @@ class ThreadScoring:
             "ended.", call.name, self._timeout,
         )  # fmt: skip
         with self._lock:
-            self._threads -= 1
+            self._first_has_ended = True
+            self._step_aside(call)
         self._add_thread()
 
 
@@ -231,8 +305,9 @@ class _EventLoop:
         return asyncio.run_coroutine_threadsafe(result(), self._loop)
 
     def _run(self) -> None:
-        while not self._is_stopping:
-            attempt(self._loop.run_forever)  # a task that a function starts may stop it, too
+        with no_exit():  # here, as calls take turns on the loop
+            while not self._is_stopping:
+                attempt(self._loop.run_forever)  # a task that a function starts may stop it, too
 
     def call_later(self, seconds: float, function: Callable[..., None], *args: Any) -> None:
         self._loop.call_soon_threadsafe(self._loop.call_later, seconds, function, *args)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from caldera.config import PPOTrainerConfig
 from caldera.errors import RewardError
 from caldera.protocol import DataProto
+from caldera.reward.explaining import shown, writable
 from caldera.reward.manager import NaiveRewardManager
 from caldera.reward.samples import Sample, finite, plain
 
@@ -41,10 +42,10 @@ class SingleRewardManager(NaiveRewardManager):
     def _judge(self, sample: Sample, returned: Any) -> tuple[float, dict[str, Any]]:
         if not isinstance(returned, Mapping) or "reward_score" not in returned:
             raise RewardError(
-                f"run_single must return a dict with 'reward_score', and returned {returned!r}"
+                f"run_single must return a dict with 'reward_score', and returned {shown(returned)}"
             )
         extras = returned.get("reward_extra_info") or {}
         if not isinstance(extras, Mapping):
-            raise RewardError(f"'reward_extra_info' must be a dict, and is {extras!r}")
+            raise RewardError(f"'reward_extra_info' must be a dict, and is {shown(extras)}")
         score = finite(returned["reward_score"], "'reward_score'")
-        return score, {str(key): plain(value) for key, value in extras.items()}
+        return score, {writable(str(key)): plain(value) for key, value in extras.items()}

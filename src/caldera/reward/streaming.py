@@ -125,7 +125,7 @@ class StreamedScoring:
     def _feed(self) -> None:
         """Submit responses as they come: decoding them should not hold up the sampler."""
         done = attempt(self._submit_all)
-        if error := done.exception():
+        if (error := done.exception()) is not None:
             self._fed.set_exception(error)
         else:
             self._fed.set_result(done.result())

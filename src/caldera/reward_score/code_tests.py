@@ -199,4 +199,7 @@ def same_value(result: Any, expected: Any) -> bool:
 
 
 def close(number: float, expected: float) -> bool:
-    return math.isclose(number, expected, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
+    try:
+        return math.isclose(number, expected, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
+    except OverflowError:  # an integer beyond all floats
+        return False

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from caldera.errors import ConfigError, nearest
+from caldera.errors import ConfigError, DataError, nearest
 from caldera.registry import Registry
 from caldera.reward_score.code_tests import RunTests
 
@@ -49,9 +50,24 @@ def default_compute_score(
     `extra_info` belongs to the contract of score functions; the scorers here need none of it.
     """
     scorer = find_scorer(data_source)
+    if reads_truth(scorer) and _is_null(ground_truth):
+        raise DataError(
+            f"reward_model.ground_truth={ground_truth}: the scorer of the data source "
+            f"{data_source!r} needs a ground truth; drop such rows, or score them with a function "
+            "of your own (custom_reward_function.path)"
+        )
     if "run_tests" in inspect.signature(scorer).parameters:
         kwargs["run_tests"] = run_tests
     return scorer(solution_str, ground_truth, **kwargs)
+
+
+def reads_truth(scorer: Scorer) -> bool:
+    """Whether a scorer needs the ground truth: all of Caldera's do, a registered one may not."""
+    return scorer.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _is_null(value: object) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def find_scorer(data_source: str) -> Scorer:
@@ -64,7 +80,7 @@ def find_scorer(data_source: str) -> Scorer:
     guess = nearest(data_source, SCORERS)
     hint = f"; did you mean {guess!r}?" if guess else ""
     raise ConfigError(
-        f"no scorer serves the data source {data_source!r}{hint} "
-        f"(known: {', '.join(SCORERS)}); to score it with a function of your own, "
-        "set custom_reward_function.path to the Python file that defines it"
+        f"no scorer serves the data source {data_source!r}{hint} (known: {', '.join(SCORERS)}); to "
+        "score it with a custom function, set custom_reward_function.path to the Python file that "
+        "defines it, and custom_reward_function.name to its name there (compute_score)"
     )

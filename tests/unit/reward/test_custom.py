@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from caldera.config.offline import EvaluationConfig
 from caldera.config.reward import CustomRewardFunctionConfig
-from caldera.errors import ConfigError
+from caldera.errors import CalderaError, ConfigError
 from caldera.reward.custom import get_custom_reward_fn
+from caldera.trainer.main_eval import run_eval
 
 SOURCE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
@@ -82,3 +85,29 @@ def test_a_name_that_does_not_exist(source: Path) -> None:
     config = CustomRewardFunctionConfig(path=str(source), name="compute_scores")
     with pytest.raises(ConfigError, match=r"custom_reward_function.*compute_score"):
         get_custom_reward_fn(config)
+
+
+@pytest.mark.parametrize(
+    ("source", "kwargs", "told"),
+    [
+        ("def compute_score(answer): return 1.0", {}, "too many positional arguments"),
+        ("def compute_score(*, data_source, solution_str): return 1.0", {}, "too many positional"),
+        ("def compute_score(a, b, c): return 1.0", {"weight": 2}, "unexpected keyword .*'weight'"),
+        ("def compute_score(a, b, c, d): return 1.0", {}, "missing a required argument: 'd'"),
+        ("def compute_score(a, b, c, extra_info=None): return 1.0", {}, None),
+        ("def compute_score(*values, weight): return 1.0", {"weight": 2}, None),
+    ],
+)
+def test_evaluation_calls_by_place(
+    tmp_path: Path, source: str, kwargs: dict[str, Any], told: str | None
+) -> None:
+    file = tmp_path / "score.py"
+    file.write_text(source)
+    answers = tmp_path / "absent.parquet"  # the function is looked at before the answers
+    config = EvaluationConfig()
+    config.data.path = str(answers)
+    config.custom_reward_function.path = str(file)
+    config.custom_reward_function.reward_kwargs = kwargs
+    with pytest.raises(CalderaError, match=told or "does not exist") as raised:
+        run_eval(config)
+    assert ("data_source, solution_str, ground_truth" in str(raised.value)) is bool(told)

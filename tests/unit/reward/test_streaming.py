@@ -159,7 +159,8 @@ def test_what_is_not_scored_in_time_is_left_to_the_controller(
     stream(scoring, [0, 1, 2])
     answers = with_columns(scoring.join(answers_of(prompts)))
     outcomes = answers.non_tensor_batch[OUTCOMES]
-    assert outcomes[0].score == 3.0 and outcomes[1] is None and outcomes[2] is None
+    assert outcomes[1] is None
+    assert (outcomes[0].score, outcomes[2].score) == (3.0, 4.0)  # beside the one that hangs
     release.set()
     rewards, _ = compute_reward(answers, NaiveRewardManager(tokenizer, 0, slow))
     assert rewards.sum(-1).tolist() == [3, 13, 4]

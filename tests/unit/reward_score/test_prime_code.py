@@ -156,6 +156,7 @@ def test_outputs_are_compared_word_by_word(printed: str, wanted: str, same: bool
         (True, 1.0, False),
         (1, 1.0, True),
         (1.0, 1, False),
+        (10**400, 1.0, False),
         ([1], [1, 2], False),
         (None, None, True),
         ("1", 1, False),
@@ -204,3 +205,7 @@ def test_a_bad_problem_is_told(truth: Any, why: str, run_tests: LocalRunner) -> 
 def test_code_needs_a_sandbox(data_source: str) -> None:
     with pytest.raises(RewardError, match="sandbox"):
         default_compute_score(data_source, "print(1)", SQUARES)
+
+
+def test_an_int_that_no_float_holds_is_a_wrong_result() -> None:
+    assert not same_value(10**400, 1.5)

@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import math
 import selectors
 import time
 from collections.abc import Callable, Sequence
 
 from caldera.reward.sandbox.slot import SECONDS_TO_END, Run, Slot, SlotDied
+from caldera.reward.sandbox.turns import (
+    NOBODY_WAITS,
+    SECONDS_BETWEEN_LOOKS,
+    Abandoned,
+    IsAbandoned,
+)
 
 __all__ = ["exchange"]
 
 
-def exchange(slot: Slot, runs: Sequence[Run], seconds: float, is_done: Callable[[], bool]) -> bool:
+def exchange(
+    slot: Slot,
+    runs: Sequence[Run],
+    seconds: float,
+    is_done: Callable[[], bool],
+    is_abandoned: IsAbandoned | None = None,
+) -> bool:
     """Write, read and wait until `is_done`, then end all `runs`. False where time ran out.
 
-    When this returns, no process of theirs is left, and all that they wrote has been read.
+    When this returns, no process of theirs is left, and all that they wrote has been read. Nor is
+    one left when it raises Abandoned, since nobody waits for them any more.
     """
     deadline = time.monotonic() + seconds
+    longest_step = math.inf if is_abandoned is None else SECONDS_BETWEEN_LOOKS
+    abandoned = False
     try:
         while not is_done() and not any(run.too_much for run in runs):
-            if (left := deadline - time.monotonic()) <= 0:
+            abandoned = is_abandoned is not None and is_abandoned()
+            if abandoned or (left := deadline - time.monotonic()) <= 0:
                 break
-            _step(slot, runs, left)
+            _step(slot, runs, min(left, longest_step))
         in_time = is_done() or any(run.too_much for run in runs)
         _end(slot, runs)
+        if abandoned:
+            raise Abandoned(NOBODY_WAITS)
         return in_time
     finally:
         for run in runs:

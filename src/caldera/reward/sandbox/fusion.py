@@ -1,4 +1,7 @@
-"""Sandbox Fusion's protocol: what `POST /run_code` takes and gives."""
+"""Sandbox Fusion's protocol: what `POST /run_code` takes and gives.
+
+`POST /check` is ours: it takes `tests` beside `code`, and judges outside the program's process.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from typing import Any
 from caldera.errors import DataError, RewardError
 from caldera.reward.sandbox.limits import Limits, Outcome, Status
 from caldera.reward.sandbox.pool import Sandbox
+from caldera.reward.sandbox.turns import IsAbandoned
 
-__all__ = ["answer", "outcome_of", "request_for", "sandbox_error"]
+__all__ = ["ANSWERS", "check_request_for", "outcome_of", "request_for", "sandbox_error"]
 
 LANGUAGES = ("python", "python3")
 DEFAULT_RUN_SECONDS = 10.0
@@ -34,6 +38,16 @@ def request_for(
     }
 
 
+def check_request_for(program: str, tests: str, limits: Limits) -> dict[str, Any]:
+    """The body that asks a server whether tests pass on what a program defines."""
+    return {
+        "code": program,
+        "tests": tests,
+        "run_timeout": limits.wall_seconds,
+        "memory_limit_MB": limits.memory_mb,
+    }
+
+
 def outcome_of(response: Mapping[str, Any]) -> Outcome:
     """What a server's answer says of the program. Raises RewardError where it says nothing."""
     result = response.get("run_result")
@@ -51,25 +65,46 @@ def outcome_of(response: Mapping[str, Any]) -> Outcome:
         result.get("stderr") or "",
         exit_code,
         result.get("execution_time") or 0.0,
+        raised=response.get("raised"),
     )
 
 
-def answer(request: Mapping[str, Any], sandbox: Sandbox) -> dict[str, Any]:
+def answer_run(
+    request: Mapping[str, Any], sandbox: Sandbox, is_abandoned: IsAbandoned
+) -> dict[str, Any]:
     """Run what a client sent, within the sandbox's limits or its own narrower ones."""
-    code, stdin = request.get("code"), request.get("stdin") or ""
+    code, stdin = request.get("code"), request.get("stdin")
+    stdin = "" if stdin is None else stdin
     if not isinstance(code, str) or not isinstance(stdin, str):
         raise DataError("code and stdin must be strings")
     if request.get("language") not in LANGUAGES:
         language = request.get("language")
-        raise DataError(f"language={language!r} is not one of {', '.join(LANGUAGES)}")
+        raise DataError(f"language={language!r:.100} is not one of {', '.join(LANGUAGES)}")
     if request.get("fetch_files"):
         raise DataError("fetch_files is not supported: a program's files go when it ends")
-    outcome = sandbox.run(code, stdin, _files(request), _limits(request, sandbox.limits))
-    return _response(outcome)
+    limits = _limits(request, sandbox.limits)
+    return _response(sandbox.run(code, stdin, _files(request), limits, is_abandoned))
+
+
+def answer_check(
+    request: Mapping[str, Any], sandbox: Sandbox, is_abandoned: IsAbandoned
+) -> dict[str, Any]:
+    """Whether tests that a client sent pass on its program; `raised` says why they do not."""
+    code, tests = request.get("code"), request.get("tests")
+    if not isinstance(code, str) or not isinstance(tests, str):
+        raise DataError("code and tests must be strings")
+    outcome = sandbox.check(code, tests, _limits(request, sandbox.limits), is_abandoned)
+    return {**_response(outcome), "raised": outcome.raised}
+
+
+ANSWERS = {"/run_code": answer_run, "/check": answer_check}
+"""By the path that is posted to."""
 
 
 def _files(request: Mapping[str, Any]) -> dict[str, bytes]:
-    files = request.get("files") or {}
+    files = request.get("files")
+    if files is None:
+        return {}
     try:
         return {name: base64.b64decode(content) for name, content in files.items() if content}
     except (AttributeError, TypeError, ValueError) as error:
@@ -77,11 +112,8 @@ def _files(request: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _limits(request: Mapping[str, Any], largest: Limits) -> Limits:
-    try:
-        seconds = float(request.get("run_timeout") or DEFAULT_RUN_SECONDS)
-        memory = int(request.get("memory_limit_MB") or -1)
-    except (TypeError, ValueError) as error:
-        raise DataError("run_timeout and memory_limit_MB must be numbers") from error
+    seconds = _number(request, "run_timeout") or DEFAULT_RUN_SECONDS
+    memory = _number(request, "memory_limit_MB") or math.inf
     if not seconds > 0:
         raise DataError(f"run_timeout={seconds} must be greater than 0")
     seconds = min(seconds, largest.wall_seconds)
@@ -89,8 +121,19 @@ def _limits(request: Mapping[str, Any], largest: Limits) -> Limits:
         largest,
         wall_seconds=seconds,
         cpu_seconds=min(math.ceil(seconds), largest.cpu_seconds),
-        memory_mb=min(memory, largest.memory_mb) if memory > 0 else largest.memory_mb,
+        memory_mb=int(min(memory, largest.memory_mb)) if memory >= 1 else largest.memory_mb,
     )
+
+
+def _number(request: Mapping[str, Any], key: str) -> float:
+    """0 where there is none."""
+    value = request.get(key)
+    try:
+        if isinstance(value, bool):
+            raise TypeError("true and false are no numbers")
+        return 0.0 if value is None else float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"{key}={value!r:.100} must be a number: {error}") from error
 
 
 def _response(outcome: Outcome) -> dict[str, Any]:

@@ -37,7 +37,7 @@ ENVIRONMENT = {
 
 PACKAGE = "caldera.reward.sandbox.inside"
 # Later ones import earlier ones.
-MODULES = ("kernel", "seccomp", "wire", "serving", "testing", "program", "enter", "zygote")
+MODULES = ("kernel", "seccomp", "wire", "serving", "names", "testing", "program", "enter", "zygote")
 BOOT = """
 import json, os, socket, sys, types
 given = json.loads(GIVEN)

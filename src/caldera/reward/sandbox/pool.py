@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import queue
 import signal
 import socket
 import time
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import PurePosixPath
-from types import TracebackType
 from typing import Any, Self
 
 from caldera.errors import ConfigError, DataError, RewardError, UnsupportedError
@@ -22,6 +20,7 @@ from caldera.reward.sandbox.inside.wire import decode, encode
 from caldera.reward.sandbox.isolation import METHODS, Method
 from caldera.reward.sandbox.limits import Limits, Outcome, Status
 from caldera.reward.sandbox.slot import Run, Slot, SlotDied
+from caldera.reward.sandbox.turns import IsAbandoned, Turns
 
 __all__ = ["Sandbox"]
 
@@ -49,11 +48,11 @@ class Sandbox:
         self.slots = slots
         self._interpreter = interpreter
         self._closed = False
-        self._idle: queue.SimpleQueue[tuple[int, Slot | None]] = queue.SimpleQueue()
+        self._idle: Turns[tuple[int, Slot | None]] = Turns()
         self.isolation, first = _first_that_works(isolation, interpreter, allow_unsafe)
-        self._idle.put((0, first))
+        self._idle.give((0, first))
         for number in range(1, slots):
-            self._idle.put((number, None))  # started when it is first needed
+            self._idle.give((number, None))  # started when it is first needed
 
     # ------------------------------------------------------------------ programs
 
@@ -63,18 +62,25 @@ class Sandbox:
         stdin: str = "",
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
+        is_abandoned: IsAbandoned | None = None,
     ) -> Outcome:
-        """Run a program as `python main.py` would, with `files` in its working folder."""
+        """Run a program as `python main.py` would, with `files` in its working folder.
+
+        Its time begins when it gets a slot. Where `is_abandoned` comes true before its end, it is
+        dropped or killed, and this raises Abandoned.
+        """
         limits = limits or self.limits
         payload = {"program": program, "files": _encoded_files(files or {})}
 
         def use(slot: Slot) -> Outcome:
             start = time.monotonic()
             run = slot.start("run", limits, payload, stdin.encode(errors="surrogatepass"))
-            in_time = exchange(slot, [run], limits.wall_seconds, lambda: run.report is not None)
+            in_time = exchange(
+                slot, [run], limits.wall_seconds, lambda: run.report is not None, is_abandoned
+            )
             return _outcome(run, in_time, time.monotonic() - start)
 
-        return self._with_slot(use)
+        return self._with_slot(use, is_abandoned)
 
     def call(
         self,
@@ -110,11 +116,18 @@ class Sandbox:
 
         return self._with_slot(use)
 
-    def check(self, program: str, tests: str, limits: Limits | None = None) -> Outcome:
+    def check(
+        self,
+        program: str,
+        tests: str,
+        limits: Limits | None = None,
+        is_abandoned: IsAbandoned | None = None,
+    ) -> Outcome:
         """Whether `tests`, a program of assertions, passes on what `program` defines.
 
         The tests run in a process of their own and ask the program's for values. The program sees
-        arguments, never an expected value, and cannot touch what compares them.
+        arguments, never an expected value, and cannot touch what compares them. `is_abandoned` as
+        in `run`.
         """
         limits = limits or self.limits
 
@@ -132,11 +145,12 @@ class Sandbox:
                     raise
             # If the program ends first, the tests are left without an answer and end as well.
             in_time = exchange(
-                slot, [tested, judge], limits.wall_seconds, lambda: judge.report is not None
-            )
+                slot, [tested, judge], limits.wall_seconds,
+                lambda: judge.report is not None, is_abandoned,
+            )  # fmt: skip
             return _verdict(tested, judge, in_time, time.monotonic() - start)
 
-        return self._with_slot(use)
+        return self._with_slot(use, is_abandoned)
 
     def run_many(
         self, programs: Iterable[tuple[str, str]], limits: Limits | None = None
@@ -147,8 +161,15 @@ class Sandbox:
 
     # ------------------------------------------------------------------ slots
 
-    def _with_slot(self, use: Callable[[Slot], Outcome]) -> Outcome:
-        number, slot = self._idle.get()
+    @property
+    def waiting(self) -> int:
+        """Programs that wait for a slot. Whoever came first gets the next."""
+        return self._idle.waiting
+
+    def _with_slot(
+        self, use: Callable[[Slot], Outcome], is_abandoned: IsAbandoned | None = None
+    ) -> Outcome:
+        number, slot = self._idle.take(is_abandoned)
         try:
             if self._closed:
                 raise RewardError("the sandbox is closed")
@@ -161,7 +182,7 @@ class Sandbox:
                 slot = None  # the next program gets a new one
                 return Outcome("failed", stderr=str(error))
         finally:
-            self._idle.put((number, slot))
+            self._idle.give((number, slot))
 
     def close(self) -> None:
         """Wait for the programs that are running, then end all slots."""
@@ -169,20 +190,15 @@ class Sandbox:
             return
         self._closed = True
         for _ in range(self.slots):
-            _, slot = self._idle.get()
+            _, slot = self._idle.take()
             if slot is not None:
                 slot.close()
-        self._idle.put((0, None))  # for those who still wait for their turn, one after the other
+        self._idle.give((0, None))  # for those who still wait for their turn, one after the other
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -257,6 +273,9 @@ def _with_value(outcome: Outcome, reply: bytes) -> Outcome:
         if not newline:
             raise ValueError("no reply")
         answer = json.loads(line)
+        if "missing" in answer:
+            raised = f"NameError: the program defines no {answer['missing']!r}"
+            return replace(outcome, status="failed", raised=raised)
         if "raised" in answer:
             raised = f"{answer['raised']}: {answer['message']}"
             return replace(outcome, status="failed", raised=raised)

@@ -11,6 +11,12 @@ from caldera.reward.sandbox.inside.wire import decode, encode
 
 __all__ = ["answer_calls"]
 
+OPERATIONS: dict[str, Callable[..., Any]] = {"getattr": getattr, "setattr": setattr}
+
+
+class Missing(NameError):
+    """The program does not define a name that it is asked for."""
+
 
 def answer_calls(names: dict[str, Any], requests: BinaryIO, replies: BinaryIO) -> None:
     """Call what each line asks for, until the other side closes."""
@@ -21,6 +27,8 @@ def answer_calls(names: dict[str, Any], requests: BinaryIO, replies: BinaryIO) -
         return len(kept) - 1
 
     def find(reference: Any) -> Any:
+        if isinstance(reference, dict):
+            return OPERATIONS[reference["operation"]]
         return kept[reference] if isinstance(reference, int) else resolve(names, reference)
 
     for line in requests:
@@ -31,6 +39,8 @@ def answer_calls(names: dict[str, Any], requests: BinaryIO, replies: BinaryIO) -
             arguments = decode(request["arguments"], find)
             keywords = decode(request["keywords"], find)
             reply = {"value": encode(function(*arguments, **keywords), keep)}
+        except Missing as error:
+            reply = {"missing": str(error)}
         except BaseException as error:  # noqa: BLE001 -- the other side hears of it
             reply = {"raised": type(error).__name__, "message": _text_of(error)}
         replies.write(json.dumps(reply).encode() + b"\n")
@@ -41,7 +51,7 @@ def resolve(names: dict[str, Any], dotted: str) -> Any:
     """A name of the program's. In `Solution.solve` a class stands for an instance of it."""
     first, *rest = dotted.split(".")
     if first not in names:
-        raise NameError(f"the program defines no {first!r}")
+        raise Missing(first)
     value = names[first]
     for attribute in rest:
         value = getattr(value() if inspect.isclass(value) else value, attribute)

@@ -1,0 +1,60 @@
+"""What a score function raised or returned, in a line."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from caldera.data.own_code import own_frames
+from caldera.reward.exits import no_exit
+
+__all__ = ["explain", "first_line", "in_words", "shown", "writable"]
+
+LONGEST_LINE = 500  # characters
+
+
+def explain(error: BaseException) -> str:
+    """One line: what a score function raised, and where in the user's own code."""
+    try:
+        frames = own_frames(error) or list(traceback.extract_tb(error.__traceback__))
+    except Exception:  # noqa: BLE001 -- an exception of the user's may have attributes of its own
+        frames = []
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"the score function raised {in_words(error)}{where}"
+
+
+def in_words(error: BaseException) -> str:
+    """One line: the kind of an error, and what it says."""
+    said = shown(error, str)
+    return f"{_kind(error)}: {said}" if said else _kind(error)
+
+
+def shown(value: Any, how: Callable[[Any], str] = repr) -> str:
+    """One line that shows a value of a score function's, whatever its own `__repr__` does."""
+    try:
+        with no_exit():
+            return first_line(how(value))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 -- it is the user's code that runs
+        return f"<{_kind(value)} whose text raises {_kind(error)}>"
+
+
+def _kind(value: Any) -> str:
+    """The name of its type, which a metaclass may hide."""
+    name: str = type.__dict__["__name__"].__get__(type(value))
+    return name
+
+
+def writable(text: str) -> str:
+    """The text with escapes for lone surrogates, which no file and no console can hold."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def first_line(text: str) -> str:
+    """The first line, cut where it is too long to read, of characters that can be written."""
+    line = text.strip().partition("\n")[0]
+    line = line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..."
+    return writable(line)
