@@ -320,6 +320,25 @@ def small_model(lab: Lab, folder: Path) -> Path:
     return folder
 
 
+def assert_trains_on_two_ranks(lab: Lab, folder: Path, engine: str) -> None:
+    """verl's layout: two trainer ranks share one engine, which has the weights of each step."""
+    rows = lab.train(
+        folder / "run",
+        f"actor_rollout_ref.model.path={small_model(lab, folder / 'model')}",
+        f"actor_rollout_ref.rollout.name={engine}",
+        f"actor_rollout_ref.rollout.engine_python={python_of(engine)}",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=2",
+    )
+    assert [row["training/global_step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["training/rollout_probs_diff_max"] < 1e-3
+        assert row["actor/grad_norm"] > 0
+
+
 def assert_trains_an_adapter(
     lab: Lab, folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str
 ) -> None:

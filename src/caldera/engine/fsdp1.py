@@ -13,7 +13,7 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
-from torch.distributed.fsdp._runtime_utils import _reshard
+from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from caldera.engine.base import ENGINES, EngineOptions
@@ -74,6 +74,8 @@ class Fsdp1Layout(ShardedLayout):
             # layers whose parameters are one are not compiled.
             use_orig_params=memory.use_orig_params or has_adapter or options.compiles,
         )
+        # FSDP leaves this to the first forward pass, but parameters can be offloaded before it.
+        _lazy_init(self.root, self.root)
 
     def clip(self, max_norm: float) -> Tensor:
         return self.root.clip_grad_norm_(max_norm)

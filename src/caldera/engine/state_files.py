@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from caldera.engine.checkpoints.safe_loading import load_file
+from caldera.engine.checkpoints.storage import DAMAGE
 from caldera.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -38,9 +39,8 @@ def read_file(path: Path) -> Any:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete")
     try:
-        # The files hold numpy and Python RNG states besides tensors, and are this program's own.
-        return torch.load(path, map_location="cpu", weights_only=False)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        return load_file(path, path)
+    except DAMAGE as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from caldera.config import OptimizerConfig
 from caldera.core_algos import LossScale
-from caldera.data import micro_batches_by_count, micro_batches_by_tokens
 from caldera.engine.base import (
     Engine,
     EngineOptions,
@@ -27,8 +26,9 @@ from caldera.engine.saving import Checkpoint
 from caldera.models.flops import Arithmetic
 from caldera.models.forward import without_adapter
 from caldera.models.loading import exported_weights
-from caldera.models.transfer import move, send
+from caldera.models.transfer import move, send, send_rows
 from caldera.protocol import DataProto, tensors_of
+from caldera.protocol.balance import micro_batches_by_count, micro_batches_by_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class TrainingEngine(Engine):
             rows = mini_batch.select_idxs(indices)
             outputs = self._forward(self._pack(rows, plan), plan)
             own = LossScale.classic(len(indices) / len(mini_batch)) if plan.classic else scale
-            loss, metrics = loss_fn(outputs, self._sent(rows), own)
+            loss, metrics = loss_fn(outputs, send_rows(rows, self.device), own)
             loss.backward()
             for name, value in metrics.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value.detach()
@@ -195,16 +195,6 @@ class TrainingEngine(Engine):
     def _pack(self, rows: DataProto, plan: ForwardPlan) -> PackedRows:
         pack = pack_ends if "scores" in plan.outputs else pack_rows
         return pack(rows, self.device, self._layout.sequence)
-
-    def _sent(self, rows: DataProto) -> DataProto:
-        if self.device.type == "cpu":
-            return rows
-        tensors = {
-            key: send(value, self.device)
-            for key, value in tensors_of(rows).items()
-            if isinstance(value, Tensor)
-        }
-        return DataProto.from_dict(tensors, rows.non_tensor_batch, rows.meta_info)
 
     def _micro_batches(self, batch: DataProto, plan: ForwardPlan) -> list[list[int]]:
         if not plan.by_tokens:

@@ -21,7 +21,7 @@ from caldera.errors import ConfigError
 from caldera.installation import install_command
 from caldera.models.files import WeightFiles
 from caldera.models.fresh import Reader, initialised, parameters_on_meta, seeded
-from caldera.models.seeds import derive_seed
+from caldera.seeds import derive_seed
 from caldera.storage import local_path
 
 logger = logging.getLogger(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,6 +10,9 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from caldera.errors import DataError
+from caldera.storage.names import check_names
 
 
 class WeightFiles:
@@ -49,8 +53,20 @@ def find_weight_files(path: str) -> WeightFiles | None:
     index = _find(path, SAFE_WEIGHTS_INDEX_NAME)
     if index is None:
         return None
+    _check_index(index)
     shards, _ = get_checkpoint_shard_files(path, index)
     return WeightFiles(shards)
+
+
+def _check_index(index: str) -> None:
+    """The index came with the model: it may name files of the model's folder alone."""
+    try:
+        places = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        check_names(set(places.values()), index)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{index}: no index of weights: {type(error).__name__}: {error}") from error
+    except PermissionError as error:
+        raise DataError(str(error)) from error
 
 
 def _find(path: str, name: str) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from caldera.models.seeds import derive_seed
+from caldera.seeds import derive_seed
 
 Reader = Callable[[], Tensor]
 """Reads or computes the value of one parameter."""

@@ -37,7 +37,7 @@ from caldera.models.pretrained import (
     load_empty,
     load_whole,
 )
-from caldera.storage import local_path
+from caldera.storage import is_fetched, local_path
 from caldera.storage.paths import WEIGHT_FILES
 
 DTYPES = {
@@ -237,6 +237,12 @@ def _load(
         names = ", ".join(unused)
         raise ConfigError(f"{key}.override_config: the model's config has no {names}")
     return loaded
+
+
+def check_folder(config: ModelSource, key: str) -> None:
+    """Raise ConfigError where the model's folder is missing; nothing is fetched."""
+    if not is_fetched(config.path or ""):
+        _folder(config, key)
 
 
 def _folder(config: ModelSource, key: str, skip: tuple[str, ...] = ()) -> str:

@@ -5,12 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from caldera.protocol import DataProto, tensors_of
+
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """A host tensor on the device; the copy is queued behind the device's work, nobody waits."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def send_rows(rows: DataProto, device: torch.device) -> DataProto:
+    """The tensors of rows on the device, sent in the same way."""
+    if device.type == "cpu":
+        return rows
+    tensors = {
+        key: send(value, device)
+        for key, value in tensors_of(rows).items()
+        if isinstance(value, Tensor)
+    }
+    return DataProto.from_dict(tensors, rows.non_tensor_batch, rows.meta_info)
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:

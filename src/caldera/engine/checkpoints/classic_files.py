@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from caldera.engine.checkpoints.safe_loading import load_file
 from caldera.engine.checkpoints.shards import Position
 from caldera.engine.checkpoints.storage import DAMAGE, GROUPS, MODEL, STATE, VALUES
 from caldera.errors import CheckpointError
@@ -36,6 +37,7 @@ OUTDATED = (
     "holds ShardedTensors of torch's, which are outdated and not read: write the checkpoint again "
     "with a device_mesh for FullyShardedDataParallel, which makes DTensors"
 )
+SHARDED = "torch.distributed._shard.sharded_tensor."
 NOT_ITS_PROCESS = ("before loading ShardedTensor", "at save time was")
 """What torch says when another process than wrote a ShardedTensor reads it."""
 _FILE = re.compile(r"(model|optim)_world_size_(\d+)_rank_\d+\.pt$")
@@ -73,10 +75,11 @@ def read_files(folder: Path, kind: str, ranks: int) -> list[dict[str, Any]] | No
 def read_file(path: Path) -> dict[str, Any]:
     try:
         with _quiet_meshes():
-            # Parts of tensors are no plain tensors, so that `weights_only` would refuse them.
-            found: dict[str, Any] = torch.load(
-                path, map_location="cpu", mmap=True, weights_only=False
-            )
+            found: dict[str, Any] = load_file(path, path, mmap=True)
+    except CheckpointError as error:
+        if SHARDED not in str(error):
+            raise
+        raise CheckpointError(f"{path} {OUTDATED}") from error
     except DAMAGE as error:
         if any(text in str(error) for text in NOT_ITS_PROCESS):
             raise CheckpointError(f"{path} {OUTDATED}") from error

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim import Optimizer
 
 from caldera.engine.checkpoints.loading import load_parts
 from caldera.engine.checkpoints.parts import OptimizerState, model_tensors, optimizer_state
+from caldera.engine.checkpoints.safe_loading import SafeReader
 from caldera.engine.checkpoints.storage import flat_model, flat_optimizer, has_peers, write
 
 FOLDER = "dist_ckpt"
@@ -105,4 +106,4 @@ def load_distributed(
     prefix: str = "inner.",
 ) -> None:
     """Give the parts among `contents` the state in the folder; to be called by every rank."""
-    load_parts(root, optimizer, FileSystemReader(folder / FOLDER), folder, contents, prefix)
+    load_parts(root, optimizer, SafeReader(folder / FOLDER), folder, contents, prefix)

@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader
 
 from caldera.engine.checkpoints.parts import OptimizerState
+from caldera.engine.checkpoints.safe_loading import SafeLoadPlanner
 from caldera.errors import CheckpointError
 from caldera.storage.disk import full_disk
 
@@ -86,7 +87,7 @@ def read(targets: dict[str, Any], reader: StorageReader, folder: Path) -> None:
     if not has_peers():
         read_alone(targets, reader, stored_metadata(reader, folder), folder)
         return
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = SafeLoadPlanner(folder)
     with _failures_told(folder, "cannot be read, the checkpoint is incomplete or damaged"):
         state_dict_loader.load(targets, storage_reader=reader, planner=planner)
 
@@ -95,7 +96,7 @@ def read_alone(
     targets: dict[str, Any], reader: StorageReader, metadata: Metadata, folder: Path
 ) -> None:
     """The same for this process, whatever others there are."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = SafeLoadPlanner(folder)
     with _failures_told(folder, "cannot be read, the checkpoint is incomplete or damaged"):
         planner.set_up_planner(targets, metadata, is_coordinator=True)
         reader.set_up_storage_reader(metadata, is_coordinator=True)

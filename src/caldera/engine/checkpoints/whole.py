@@ -9,13 +9,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
 from caldera.engine.checkpoints.classic import load_classic, open_classic
 from caldera.engine.checkpoints.classic_files import ClassicReader, ranks_of
 from caldera.engine.checkpoints.distributed import FOLDER, load_distributed
+from caldera.engine.checkpoints.safe_loading import SafeReader
 from caldera.engine.checkpoints.storage import MODEL, read_alone, stored_metadata, stored_under
 from caldera.errors import CheckpointError
 
@@ -60,7 +60,7 @@ def load(
 def open_folder(folder: Path, contents: Collection[str], trained: Sequence[str]) -> StorageReader:
     """The folder's tensors, whatever its layout; `trained` are the names of the parameters."""
     if layout_of(folder) == "dist":
-        return FileSystemReader(folder / FOLDER)
+        return SafeReader(folder / FOLDER)
     return open_classic(folder, contents, trained)
 
 
@@ -71,7 +71,7 @@ class StoredModel:
         self._folder = folder
         self._reader: StorageReader
         if layout_of(folder) == "dist":
-            self._reader = FileSystemReader(folder / FOLDER)
+            self._reader = SafeReader(folder / FOLDER)
         else:
             self._reader = ClassicReader(folder, {"model"})
         self._metadata = stored_metadata(self._reader, folder)

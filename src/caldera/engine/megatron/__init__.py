@@ -17,14 +17,19 @@ from caldera.installation import install_command
 from caldera.models.fresh import WeightSource
 
 
+def require_megatron(asked: str) -> None:
+    """megatron-core is installed here; else an error that names the key which asks for it."""
+    find = importlib.util.find_spec
+    if find("megatron") is None or find("megatron.core") is None:  # others share the name
+        raise ConfigError(f"{asked} needs megatron-core: {install_command('megatron')}")
+
+
 @ENGINES.register("megatron")
 def build_megatron(
     module: nn.Module, source: WeightSource | None, device: torch.device, options: EngineOptions
 ) -> Engine:
     assert source is not None, "a sharded engine is given a module without weights"
-    has_megatron = importlib.util.find_spec("megatron") is not None  # others share the name
-    if not (has_megatron and importlib.util.find_spec("megatron.core")):
-        raise ConfigError(f"strategy=megatron needs megatron-core: {install_command('megatron')}")
+    require_megatron("strategy=megatron")
     # Megatron calls functions of torch by names that these are about to lose.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.")
     with warnings.catch_warnings():

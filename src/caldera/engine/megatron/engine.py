@@ -43,7 +43,7 @@ from caldera.models.flops import Arithmetic
 from caldera.models.forward import base_module
 from caldera.models.fresh import WeightSource
 from caldera.models.loading import DTYPES
-from caldera.models.transfer import send
+from caldera.models.transfer import send, send_rows
 from caldera.protocol import DataProto, tensors_of
 
 
@@ -146,7 +146,7 @@ class MegatronEngine(Engine):
                 return sum((value.sum() * 0 for value in outputs.values()), torch.zeros(())), {}
             share = len(one.rows) / len(mini_batch)
             own = LossScale.classic(share) if plan.classic else scale
-            return loss_fn(outputs, self._sent(mini_batch.select_idxs(one.rows)), own)
+            return loss_fn(outputs, send_rows(mini_batch.select_idxs(one.rows), self.device), own)
 
         for stage in self._wrapped:
             stage.train()
@@ -207,16 +207,6 @@ class MegatronEngine(Engine):
             values.copy_(torch.stack([value.double() for value in totals.values()]))
         spread = self._from_last_stage(values).float()
         return dict(zip(names[0], spread, strict=True))
-
-    def _sent(self, rows: DataProto) -> DataProto:
-        if self.device.type == "cpu":
-            return rows
-        tensors = {
-            key: send(value, self.device)
-            for key, value in tensors_of(rows).items()
-            if isinstance(value, Tensor)
-        }
-        return DataProto.from_dict(tensors, rows.non_tensor_batch, rows.meta_info)
 
     def frozen_states(self, packed: PackedRows) -> FrozenStates:
         raise UnsupportedError(

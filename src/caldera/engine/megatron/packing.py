@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from caldera.data import micro_batches_by_count, micro_batches_by_tokens
 from caldera.engine.base import ForwardPlan
 from caldera.engine.megatron.groups import Places
 from caldera.engine.packing import PackedRows, pack_ends, pack_rows
 from caldera.models.attention import PackedSequences
 from caldera.models.ulysses import SharedSequences
 from caldera.protocol import DataProto, tensors_of
+from caldera.protocol.balance import micro_batches_by_count, micro_batches_by_tokens
 
 
 @dataclass(frozen=True)
