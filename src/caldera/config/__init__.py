@@ -26,6 +26,7 @@ from caldera.config.reward import RewardModelConfig
 from caldera.config.rollout import RolloutConfig, ValKwargs
 from caldera.config.sft import SFTDataConfig, SFTTrainerConfig
 from caldera.config.sft_checks import resolve_supervised
+from caldera.config.suggest import did_you_mean
 from caldera.config.trainer import TrainerConfig
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "compose_config",
     "config_to_dict",
     "config_to_yaml",
+    "did_you_mean",
     "help_text",
     "known_keys",
     "load_config",

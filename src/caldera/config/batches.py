@@ -8,7 +8,7 @@ from typing import Any
 
 from caldera.config.needs import needs_critic, needs_reference
 from caldera.config.ppo import PPOTrainerConfig
-from caldera.config.rollout_checks import check_sampling_ranks
+from caldera.config.rollout_checks import check_sampling_devices
 from caldera.config.strategies import Role, check_ranks, roles, row_sharers, token_sharers
 from caldera.errors import ConfigError
 
@@ -170,12 +170,9 @@ def _check_sharing(config: PPOTrainerConfig) -> None:
             check_ranks(role, role.ranks)
         elif not role.is_megatron and role.name != "reward_model":
             _check_torch_sharing(role, _devices(config))
-    rollout = config.actor_rollout_ref.rollout
-    if (rollout.name or "native") == "native":
-        check_sampling_ranks(
-            rollout.tensor_model_parallel_size, _devices(config),
-            " (trainer.n_gpus_per_node x trainer.nnodes)",
-        )  # fmt: skip
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    size, a_node = rollout.tensor_model_parallel_size, trainer.n_gpus_per_node
+    check_sampling_devices(rollout.name, size, a_node, trainer.nnodes)
 
 
 def _check_torch_sharing(role: Role, devices: int) -> None:

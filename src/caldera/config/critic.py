@@ -21,6 +21,9 @@ class CriticConfig(ConfigGroup):
     """Train a critic; null: when the advantage estimator needs one."""
     strategy: str = option("fsdp", choices=STRATEGIES)
     """Training engine of the critic."""
+    worker_class: str | None = None
+    """The worker of this role: a name that is registered, or a class derived from CriticWorker, as
+    my.module.MyWorker or path/to/file.py:MyWorker; null: CriticWorker."""
     rollout_n: int = II("actor_rollout_ref.rollout.n")
     """Follows rollout.n, which is the place to set it."""
     optim: CriticOptimizerConfig = nested(CriticOptimizerConfig)

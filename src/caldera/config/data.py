@@ -98,6 +98,8 @@ class DataConfig(ConfigGroup):
     trust_remote_code: bool = False
     """Whether code that comes with the tokenizer may run."""
     custom_cls: CustomClassConfig = nested(CustomClassConfig)
+    custom: dict[str, Any] = II("custom")
+    """Follows `custom`, the place to set keys for custom code."""
     sampler: SamplerConfig = nested(SamplerConfig)
     datagen: DatagenConfig = nested(DatagenConfig)
     apply_chat_template_kwargs: dict[str, Any] = mapping()

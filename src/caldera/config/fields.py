@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
+from keyword import iskeyword
 from typing import Any, TypeVar
 
 from caldera.errors import ConfigError, UnsupportedError
@@ -28,15 +29,29 @@ class ConfigGroup:
     """
 
     def get(self, name: str, default: Any = None) -> Any:
-        return getattr(self, name) if name in self else default
+        return getattr(self, _field_name(name)) if name in self else default
 
     def __getitem__(self, name: str) -> Any:
         if name not in self:
             raise KeyError(name)
-        return getattr(self, name)
+        return getattr(self, _field_name(name))
 
     def __contains__(self, name: object) -> bool:
-        return name in getattr(self, "__dataclass_fields__", {})
+        return _field_name(str(name)) in getattr(self, "__dataclass_fields__", {})
+
+
+def key_name(field: Field) -> str:
+    """What the key of a field is called: `class_` is the field of `class`, a word of Python's."""
+    return field.name.removesuffix("_")
+
+
+def _field_name(key: str) -> str:
+    return f"{key}_" if iskeyword(key) else key
+
+
+def field_path(key: str) -> str:
+    """The fields that lead to a dotted key."""
+    return ".".join(map(_field_name, key.split(".")))
 
 
 def option(
@@ -46,10 +61,18 @@ def option(
     choices: tuple[Any, ...] = (),
     minimum: float | None = None,
     maximum: float | None = None,
+    spellings: Mapping[Any, Any] | None = None,
 ) -> T:
-    """A key with its unit and the values it takes."""
+    """A key with its unit and the values it takes; `spellings` are other words for some of them."""
     metadata = {"unit": unit, "choices": choices, "minimum": minimum, "maximum": maximum}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata | {"spellings": spellings or {}})
+
+
+def precision(default: T, *, short: bool = False) -> T:
+    """The key of a precision, which verl's users write long or short."""
+    names = {"fp32": "float32", "bf16": "bfloat16"}
+    spellings = {full: name for name, full in names.items()} if short else names
+    return option(default, choices=tuple(spellings.values()), spellings=spellings)
 
 
 def refused(default: T, reason: str, *, met: tuple[Any, ...] = ()) -> T:
@@ -92,6 +115,19 @@ def as_list(key: str, value: object) -> list[str]:
     return texts
 
 
+def check_console_metrics(value: object) -> list[str] | None:
+    """The words and patterns of `trainer.console_metrics`."""
+    key = "trainer.console_metrics"
+    patterns = None if value is None else as_list(key, value)
+    for pattern in patterns or ():
+        if pattern not in ("short", "all") and not set(pattern) & set("/*?"):
+            raise ConfigError(
+                f"{key}={shown(value)}: takes short, all, or patterns of metrics such as "
+                "[short,critic/*]"
+            )
+    return patterns
+
+
 def shown(value: Any) -> str:
     """A value as messages show it."""
     return "null" if value is None else repr(value)
@@ -104,11 +140,21 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Field, Any]]:
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        key = f"{prefix}{field.name}"
+        key = f"{prefix}{key_name(field)}"
         if dataclasses.is_dataclass(value) and not isinstance(field.default, str):
             yield from walk(value, f"{key}.")
         else:
             yield key, field, value
+
+
+def use_one_spelling(config: Any) -> None:
+    """Replace every value by the one word that its key has for it."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            use_one_spelling(value)
+        elif isinstance(value, str) and value in field.metadata.get("spellings", {}):
+            setattr(config, field.name, field.metadata["spellings"][value])
 
 
 def check_values(config: Any) -> None:
@@ -118,7 +164,8 @@ def check_values(config: Any) -> None:
         if "refused" in meta:
             _check_refused(config, key, field, value)
         if meta.get("choices") and value is not None and value not in meta["choices"]:
-            known = ", ".join(str(choice) for choice in meta["choices"])
+            words = [*meta["choices"], *meta.get("spellings", {})]
+            known = ", ".join(str(word) for word in words)
             raise ConfigError(f"{key}={value!r}: takes one of {known}")
         _check_number(key, meta, value)
 
@@ -138,7 +185,7 @@ def _check_refused(config: Any, key: str, field: Field, value: Any) -> None:
 
 
 def _look_up(config: Any, key: str) -> Any:
-    for name in key.split("."):
+    for name in field_path(key).split("."):
         config = getattr(config, name)
     return config
 

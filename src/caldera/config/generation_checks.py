@@ -6,9 +6,18 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from caldera.config.fields import shown
-from caldera.config.machine import uses_ray
+from caldera.config.machine import check_gpus_here, choose_devices, warn_of_cores
 from caldera.config.offline import GenerationConfig, GenerationRolloutConfig
-from caldera.config.rollout_checks import ENGINE_SAMPLERS, OTHER_SAMPLERS, REMOTE
+from caldera.config.rollout import PenaltyKeys
+from caldera.config.rollout_checks import (
+    ENGINE_SAMPLERS,
+    OTHER_SAMPLERS,
+    REMOTE,
+    REPETITION,
+    check_penalties,
+    check_sampling_devices,
+    check_stops,
+)
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.storage import is_url
 
@@ -35,6 +44,9 @@ def check_generation(config: GenerationConfig) -> None:
             "sglang, remote, or rollout.url=... for a server of that kind"
         )
     _check_engine(rollout)
+    _check_devices(config)
+    check_stops(rollout, rollout.ignore_eos, "rollout")
+    check_penalties(rollout, rollout.name or "native", "rollout", "rollout")
     if rollout.url is not None:
         _check_server(config, rollout.url)
 
@@ -55,6 +67,13 @@ def _check_engine(rollout: GenerationRolloutConfig) -> None:
             f"rollout.remote.url={shown(rollout.remote.url)} with rollout.name={name}: "
             "rollout.name=remote needs the address, and nothing else takes it"
         )
+
+
+def _check_devices(config: GenerationConfig) -> None:
+    """The ranks that share an engine come in whole groups, each on one node."""
+    rollout, trainer = config.rollout, config.trainer
+    size, a_node = rollout.tensor_model_parallel_size, trainer.n_gpus_per_node
+    check_sampling_devices(rollout.name, size, a_node, trainer.nnodes)
 
 
 def _check_output(config: GenerationConfig) -> None:
@@ -88,6 +107,18 @@ def _check_server(config: GenerationConfig, url: str) -> None:
             f"rollout.top_k={rollout.top_k}: chat completions (rollout.url) have no such limit; "
             "takes rollout.top_k=-1"
         )
+    for option in ("min_p", REPETITION):
+        value, usual = getattr(rollout, option), getattr(PenaltyKeys, option)
+        if value != usual:
+            raise ConfigError(
+                f"rollout.{option}={value}: chat completions (rollout.url) do not have it; takes "
+                f"rollout.{option}={usual:g}, or rollout.remote.url instead of rollout.url"
+            )
+    if rollout.stop_token_ids:
+        raise ConfigError(
+            f"rollout.stop_token_ids={rollout.stop_token_ids}: chat completions (rollout.url) have "
+            "stop strings only; takes rollout.stop, or rollout.remote.url instead of rollout.url"
+        )
     if rollout.ignore_eos:
         raise ConfigError(
             "rollout.ignore_eos=True: chat completions (rollout.url) have no such switch; takes "
@@ -101,35 +132,20 @@ def resolve_generation(config: GenerationConfig, gpus: int) -> list[str]:
     `gpus` are those of this machine, or of a node of the cluster.
     """
     trainer, rollout = config.trainer, config.rollout
-    chosen = []
-    if trainer.worker_group is None:
-        trainer.worker_group = "ray" if uses_ray(config) else "local"
-        chosen.append(f"trainer.worker_group={trainer.worker_group}")
-    elif trainer.worker_group == "local" and trainer.nnodes > 1:
+    chosen: list[str] = []
+    if trainer.worker_group == "local" and trainer.nnodes > 1:
         raise ConfigError(
             f"trainer.worker_group='local': trainer.nnodes={trainer.nnodes} nodes need 'ray'"
         )
-    where = "the Ray cluster" if trainer.worker_group == "ray" else "this machine"
-    if trainer.device is None:
-        trainer.device = "cuda" if gpus else "cpu"
-        chosen.append(f"trainer.device={trainer.device}")
-    elif trainer.device == "cuda" and not gpus:
-        raise ConfigError(f"trainer.device='cuda': {where} has no usable GPU; takes cpu")
-    if trainer.n_gpus_per_node is None:
-        trainer.n_gpus_per_node = gpus if trainer.device == "cuda" else 1
-        chosen.append(f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}")
-    elif (  # Ray counts those of its cluster
-        trainer.worker_group == "local"
-        and trainer.device == "cuda"
-        and trainer.n_gpus_per_node > gpus
-    ):
-        raise ConfigError(
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has {gpus} GPUs"
-        )
+    device, ranks = choose_devices(config, gpus, chosen)
+    check_gpus_here(config, gpus)
+    if trainer.worker_group == "local":
+        warn_of_cores(device, ranks)
     if rollout.name is None:
         rollout.name = "native"
         chosen.append("rollout.name=native")
     if rollout.dtype is None:
         rollout.dtype = "bfloat16" if trainer.device == "cuda" else "float32"
         chosen.append(f"rollout.dtype={rollout.dtype}")
+    _check_devices(config)
     return chosen

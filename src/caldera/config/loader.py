@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from caldera.config.fields import Field, check_values, shown, walk
+from caldera.config.fields import Field, check_values, field_path, shown, use_one_spelling, walk
 from caldera.config.migrate import (
     MOVED,
     MOVED_SUPERVISED,
@@ -44,8 +44,9 @@ from caldera.config.preference import (
 from caldera.config.serve import ServeConfig
 from caldera.config.sft import SFTTrainerConfig
 from caldera.config.sft_checks import check_supervised
+from caldera.config.suggest import did_you_mean
 from caldera.config.validate import check_consistency
-from caldera.errors import ConfigError, UnknownKeyError, UnsupportedError, nearest
+from caldera.errors import ConfigError, UnknownKeyError, UnsupportedError
 
 CONFIG_DIR = Path(__file__).parent / "yaml"
 BRACKETS_AND_QUOTES = tuple("[{(\"'")
@@ -110,16 +111,23 @@ def compose_config(
     if SCHEMAS.get(config_name, schema) is not schema:
         fitting = ", ".join(name for name, cls in SCHEMAS.items() if cls is schema)
         raise ConfigError(f"--config-name={config_name}: this command takes {fitting}")
-    tree = _compose(overrides, config_name, directory)
     keys = known_keys(schema)
+    given = [_without_null_group(text, keys) for text in overrides]
+    tree = _compose(given, config_name, directory)
     moves = MOVED_SUPERVISED if issubclass(schema, SFTTrainerConfig) else MOVED
     values = migrate(dict(leaves_of(tree, keys, moves)), frozenset(keys), moves)
-    return _typed(schema, _only_known(values, keys, moves))
+    config = _typed(schema, _only_known(values, keys, moves))
+    use_one_spelling(config)
+    return config
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
     """The config as plain dictionaries, for loggers."""
-    return dataclasses.asdict(config)
+    return dataclasses.asdict(config, dict_factory=_by_key)
+
+
+def _by_key(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name.removesuffix("_"): value for name, value in fields}
 
 
 def config_to_yaml(config: Any) -> str:
@@ -223,22 +231,43 @@ def _parse(text: str) -> tuple[Override, str]:
 def _only_known(values: Tree, keys: dict[str, bool], moves: Mapping[str, str]) -> Tree:
     """The values that were given; a key that does not exist is an error.
 
-    A group may be empty, or refer to another one. `???` is Hydra's "not given".
+    A group may be empty, null or refer to another one. `???` is Hydra's "not given".
     """
     groups, groups_elsewhere = groups_of(keys), {ENGINE_GROUP, *groups_of(later_keys())}
-    given = {}
+    given: Tree = {}
     for key, value in values.items():
         is_group = key in groups or moved_to(key, moves) in groups or key in groups_elsewhere
         if is_group and value == {}:
+            continue
+        if is_group and value is None and (off := switched_off(moved_to(key, moves) or key, keys)):
+            given |= off
             continue
         refers = key in groups and str(value).startswith("${")
         if not (key in keys or _in_free_dictionary(key, keys) or refers):
             if is_group:
                 raise ConfigError(f"{key}={shown(value)}: is a group{_example(key, keys, moves)}")
-            raise UnknownKeyError(f"unknown config key {key!r}{_did_you_mean(key, keys, moves)}")
+            raise UnknownKeyError(f"unknown config key {key!r}{did_you_mean(key, keys, moves)}")
         if value != "???":
             given[key] = value
     return given
+
+
+def switched_off(group: str, keys: Iterable[str]) -> Tree:
+    """What `group=null` asks for: the key that switches the group off; empty where none does."""
+    switches = {f"{group}.enable": False, f"{group}.path": None, f"{group}.url": None}
+    asked = {key: value for key, value in switches.items() if key in keys}
+    return dict([*asked.items()][:1])
+
+
+def _without_null_group(text: str, keys: dict[str, bool]) -> str:
+    """`group=null` of the command line as a key of the group: Hydra has no such choice."""
+    override, text = _parse(text)
+    group = override.key_or_group
+    if override.is_delete() or override.value() is not None or group not in groups_of(keys):
+        return text
+    for key, value in switched_off(group, keys).items():
+        return f"{key}={json.dumps(value)}"
+    raise ConfigError(f"{group}=null: is a group{_example(group, keys, {})}")
 
 
 def _example(group: str, keys: Iterable[str], moves: Mapping[str, str]) -> str:
@@ -253,33 +282,6 @@ def _in_free_dictionary(key: str, keys: dict[str, bool]) -> bool:
     return any(keys.get(".".join(parts[:length])) for length in range(1, len(parts)))
 
 
-def _did_you_mean(key: str, keys: Iterable[str], moves: Mapping[str, str]) -> str:
-    guess = _likely_key(moved_to(key, moves) or key, keys)
-    return f"; did you mean {guess}?" if guess else ""
-
-
-def _likely_key(key: str, keys: Iterable[str]) -> str | None:
-    """The known key that was most likely meant: a near name in the same group, the same name in
-    another one, or a near name in another one."""
-    group, leaf = _split(key)
-    siblings = {_split(name)[1]: name for name in keys if _split(name)[0] == group}
-    if near := nearest(leaf, siblings):
-        return siblings[near]
-    leaves = {_split(name)[1] for name in keys}
-    near_leaf = leaf if leaf in leaves else nearest(leaf, leaves)
-    alike = [name for name in keys if _split(name)[1] == near_leaf]
-    return max(alike, key=lambda name: _likeness(name, key), default=None)
-
-
-def _split(key: str) -> tuple[str, str]:
-    group, _, leaf = key.rpartition(".")
-    return group, leaf
-
-
-def _likeness(name: str, key: str) -> float:
-    return difflib.SequenceMatcher(None, name, key).ratio()
-
-
 # ---------------------------------------------------------------------- typing
 
 
@@ -290,7 +292,9 @@ def _typed(schema: type[T], values: dict[str, Any]) -> T:
         config = copy.deepcopy(_structured(plain))
         for key, value in values.items():
             # References are kept for the end: what they point at may come later.
-            OmegaConf.update(config, key, value, force_add=key not in known_keys(schema))
+            OmegaConf.update(
+                config, field_path(key), value, force_add=key not in known_keys(schema)
+            )
         return cast(T, OmegaConf.to_object(config))
     except OmegaConfBaseException as error:
         raise _explained(error, schema, values) from error

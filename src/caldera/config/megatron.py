@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import II
 
-from caldera.config.fields import listed, nested, option, refused
+from caldera.config.fields import listed, nested, option, precision, refused
 from caldera.config.reasons import ALWAYS_PACKED, DECIDED_BY_ROLE
 
 LAYOUT_KEYS = (
@@ -87,7 +87,7 @@ class MegatronConfig:
     vanilla_mbridge: bool = refused(True, OWN_BRIDGE, met=(False,))
     use_remove_padding: bool = refused(True, ALWAYS_PACKED)
     forward_only: bool = refused(False, DECIDED_BY_ROLE)
-    dtype: str | None = option(None, choices=("float32", "bfloat16"))
+    dtype: str | None = precision(None)
     """Precision of parameters and computation; null: bfloat16 on CUDA, float32 on a CPU. The
     optimiser keeps parameters in float32."""
 

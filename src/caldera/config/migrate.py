@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from omegaconf import OmegaConf
 
@@ -48,6 +48,8 @@ MOVED = {
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
     ),
     "trainer.profile_steps": "global_profiler.steps",
+    "ray_init.num_cpus": "ray_kwargs.ray_init.num_cpus",
+    "ray_init.timeline_json_file": "ray_kwargs.timeline_json_file",
     # Those of Search-R1.
     "actor_rollout_ref.rollout.n_agent": "actor_rollout_ref.rollout.n",
     "data.train_data_num": "data.train_max_samples",
@@ -172,6 +174,12 @@ def moved_to(key: str, moves: Mapping[str, str] = MOVED) -> str | None:
     return None
 
 
+def is_place(key: str | None, known: Container[str]) -> TypeGuard[str]:
+    """Whether a key is known, or lies within one: that holds a free dictionary."""
+    parts = [] if key is None else key.split(".")
+    return any(".".join(parts[:length]) in known for length in range(1, len(parts) + 1))
+
+
 def migrate(
     leaves: dict[str, Any], known: frozenset[str], moves: Mapping[str, str] = MOVED
 ) -> dict[str, Any]:
@@ -181,8 +189,7 @@ def migrate(
     moved: dict[str, str] = {}
     for key, value in leaves.items():
         place = key
-        if key not in known and (new_place := moved_to(key, moves)) in known:
-            assert new_place is not None
+        if key not in known and is_place(new_place := moved_to(key, moves), known):
             place = new_place
         elif is_target(key):
             check_target(key, value)

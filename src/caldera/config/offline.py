@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from caldera.config.fields import mapping, nested, option
+from caldera.config.fields import mapping, nested, option, precision
 from caldera.config.ppo import RayConfig
 from caldera.config.reward import CustomRewardFunctionConfig
-from caldera.config.rollout import RemoteConfig
+from caldera.config.rollout import PenaltyKeys, RemoteConfig, StopKeys
 
 
 @dataclass
@@ -37,7 +37,7 @@ class GenerationModelConfig:
 
 
 @dataclass
-class GenerationRolloutConfig:
+class GenerationRolloutConfig(StopKeys, PenaltyKeys):
     name: str | None = None
     """Sampler: native, hf, vllm, sglang, remote; null: native."""
     url: str | None = None
@@ -55,12 +55,13 @@ class GenerationRolloutConfig:
     """Most tokens of an answer."""
     seed: int = 42
     """Root of every sample's seed."""
-    dtype: str | None = option(None, choices=("float32", "bfloat16"))
+    dtype: str | None = precision(None)
     """Precision of sampling; null: bfloat16 on CUDA, float32 on a CPU."""
     gpu_memory_utilization: float = option(0.5, minimum=0, maximum=1, unit="share of memory")
     """Memory of the GPU that weights and cache may fill."""
     tensor_model_parallel_size: int = option(1, minimum=1, unit="devices")
-    """vLLM and SGLang: devices that share one engine, of those that a rank sees."""
+    """vLLM and SGLang: devices that share one engine: those of as many ranks on one node, or, of a
+    run with one rank, those that it sees."""
     engine_python: str | None = None
     """Python that has vLLM or SGLang, which then runs in a process of its own; null: this one."""
     engine_kwargs: dict[str, Any] = mapping()

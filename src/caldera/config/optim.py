@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import II
 
-from caldera.config.fields import ConfigGroup, listed, mapping, nested, option, refused
+from caldera.config.fields import ConfigGroup, listed, mapping, nested, option, precision, refused
 from caldera.config.reasons import COMPUTED_HEAD, DECIDED_BY_ROLE
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -95,9 +95,9 @@ class FSDPConfig(ConfigGroup):
     """Ranks that a copy of the model is sharded over; -1: all of them."""
     forward_prefetch: bool = False
     """Gather the next layer's parameters while a layer computes."""
-    model_dtype: str = option("fp32", choices=("fp32", "bf16"))
+    model_dtype: str = precision("fp32", short=True)
     """Precision in which parameters are kept and updated."""
-    dtype: str | None = option(None, choices=("float32", "bfloat16"))
+    dtype: str | None = precision(None)
     """Precision of the computation; null: bfloat16 on CUDA, float32 on a CPU."""
     seed: int = 42
     """Seed of freshly initialised weights, such as a value head or an adapter."""

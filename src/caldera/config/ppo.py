@@ -26,6 +26,9 @@ from caldera.config.trainer import TrainerConfig
 @dataclass
 class ActorRolloutRefConfig(ConfigGroup):
     hybrid_engine: bool = refused(True, "training and sampling share their devices")
+    worker_class: str | None = None
+    """The worker of this role: a name that is registered, or a class derived from
+    ActorRolloutRefWorker, as my.module.MyWorker or path/to/file.py:MyWorker; null: that one."""
     nccl_timeout: int = option(600, minimum=1, unit="seconds")
     """How long a call may take on the workers, of all roles, and a rank wait for another."""
     model: ModelConfig = nested(ModelConfig)
@@ -71,6 +74,10 @@ class PPOTrainerConfig(ConfigGroup):
     global_profiler: GlobalProfilerConfig = nested(GlobalProfilerConfig)
     transfer_queue: TransferQueueConfig = nested(TransferQueueConfig)
     ray_kwargs: RayConfig = nested(RayConfig)
+    custom: dict[str, Any] = mapping()
+    """Keys for custom code, such as custom.my_threshold=0.5: trainers and agent loops read
+    `config.custom`, data sets `config.custom` of theirs, score functions and reward managers a
+    parameter named `custom`."""
     do_search: bool = False
     """Sample by search_agent, with Search-R1's keys; rollout.response_length is then that of all
     turns together."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from caldera.config.fields import Field, default_of, walk
+from caldera.config.fields import Field, default_of, key_name, walk
 from caldera.config.loader import config_to_dict
 from caldera.config.migrate import MOVED, later_keys, later_reason
 
@@ -74,7 +74,8 @@ def _key_info(key: str, field: Field, owner: type) -> KeyInfo:
     meta = field.metadata
     text = _docstrings(owner).get(field.name, "")
     if meta.get("choices"):
-        text += f" Takes {', '.join(str(choice) for choice in meta['choices'])}."
+        words = [*meta["choices"], *meta["spellings"]]
+        text += f" Takes {', '.join(str(word) for word in words)}."
     reason = meta.get("refused")
     if reason:
         met = "".join(f", {_shown(value)}" for value in meta["met"])
@@ -115,7 +116,7 @@ def _owners(config: Any, prefix: str = "") -> Iterator[tuple[str, type]]:
         if dataclasses.is_dataclass(value):
             yield from _owners(value, f"{prefix}{field.name}.")
         else:
-            yield f"{prefix}{field.name}", type(config)
+            yield f"{prefix}{key_name(field)}", type(config)
 
 
 @cache

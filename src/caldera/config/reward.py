@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import II
 
 from caldera.config.actor import STRATEGIES
-from caldera.config.fields import ConfigGroup, mapping, nested, option, refused
+from caldera.config.fields import ConfigGroup, mapping, nested, option, precision, refused
 from caldera.config.megatron import RewardMegatronConfig
 from caldera.config.profiling import ProfilerConfig
 from caldera.config.reasons import (
@@ -76,7 +76,7 @@ class RewardRolloutConfig:
     `vllm` (POST /classify) and `sglang` (POST /v1/embeddings) are found at `url`; null: none."""
     url: Any = None
     """Address of the server, or a list of several, among which requests are dealt."""
-    dtype: str | None = option(None, choices=("float32", "bfloat16"))
+    dtype: str | None = precision(None)
     """Precision of a language model; null: bfloat16 on a GPU, float32 on a CPU. A classifier has
     that precision always."""
     gpu_memory_utilization: float = option(0.5, minimum=0, maximum=1, unit="share of memory")
@@ -117,8 +117,10 @@ class SandboxFusionConfig(ConfigGroup):
     """Where programs that a model wrote are tested."""
 
     url: str | None = None
-    """Address of a Sandbox Fusion server, or of `caldera sandbox serve`; null: this machine's own
-    sandbox."""
+    """Address of `caldera sandbox serve` or of a Sandbox Fusion server; null: this machine's own
+    sandbox. Sandbox Fusion only runs programs: asserts run there in the process of the program that
+    they test, and an answer can forge a pass (by rebinding `exec`, by an object that equals
+    everything). Problems with stdin or fn_name are judged outside everywhere."""
     max_concurrent: int = option(64, minimum=1, unit="programs")
     """Programs at a time, of each process that scores; in the machine's own sandbox at most as
     many as it has cores."""
@@ -138,6 +140,9 @@ class RewardModelConfig(ConfigGroup):
     """Nodes of its own, where it has any."""
     strategy: str = option("fsdp", choices=STRATEGIES)
     """Engine of the reward model."""
+    worker_class: str | None = None
+    """The worker of this role: a name that is registered, or a class derived from
+    RewardModelWorker, as my.module.MyWorker or path/to/file.py:MyWorker; null: that one."""
     model: RewardModelModelConfig = nested(RewardModelModelConfig)
     micro_batch_size: int | None = option(None, minimum=1, unit="samples")
     """Deprecated: samples per pass over all devices; micro_batch_size_per_gpu says it now."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import II
 
-from caldera.config.fields import ConfigGroup, mapping, nested, option, refused
+from caldera.config.fields import ConfigGroup, mapping, nested, option, precision, refused
 from caldera.config.model import MtpConfig
 from caldera.config.profiling import RolloutProfilerConfig
 from caldera.config.reasons import (
@@ -23,7 +23,33 @@ QUANTIZED = "samplers use the trainer's weights, which are not quantised"
 
 
 @dataclass
-class ValKwargs(ConfigGroup):
+class PenaltyKeys(ConfigGroup):
+    """What changes a token's chances beside temperature, top_k and top_p, under vLLM's names."""
+
+    min_p: float = option(0.0, minimum=0, maximum=1, unit="share of the most likely probability")
+    """Only tokens of at least this share of the most likely one's probability may be drawn; 0:
+    all."""
+    repetition_penalty: float = option(1.0, minimum=0)
+    """Logits of tokens that prompt or answer have are divided by it, or multiplied if negative; 1:
+    none."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the answer has; 0: none."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token as often as the answer has it; 0: none."""
+
+
+@dataclass
+class StopKeys(ConfigGroup):
+    stop_token_ids: list[int] | None = None
+    """Tokens that end an answer beside the model's end tokens. They stay in the answer, and are
+    trained."""
+    stop: list[str] | None = None
+    """Strings that end an answer. The token that completes one is the answer's last, so the text of
+    the string stays in the answer, and is trained."""
+
+
+@dataclass
+class ValKwargs(PenaltyKeys):
     top_k: int = option(-1, minimum=-1, unit="tokens")
     """Most likely tokens that may be drawn; -1: all."""
     top_p: float = option(1.0, minimum=0, maximum=1, unit="probability")
@@ -141,7 +167,7 @@ class RemoteConfig:
 
 
 @dataclass
-class RolloutConfig(ConfigGroup):
+class RolloutConfig(StopKeys, PenaltyKeys):
     name: str | None = None
     """Sampler: native, hf, vllm, sglang, remote; null: native."""
     mode: str = option("async", choices=("sync", "async"))
@@ -162,7 +188,7 @@ class RolloutConfig(ConfigGroup):
     """Width of the padded prompts."""
     response_length: int = option(II("data.max_response_length"), minimum=1, unit="tokens")
     """Most tokens of an answer."""
-    dtype: str | None = option(None, choices=("float32", "bfloat16"))
+    dtype: str | None = precision(None)
     """Precision of sampling; null: that of the parameters on a CPU, bfloat16 on CUDA."""
     gpu_memory_utilization: float = option(0.5, minimum=0, maximum=1, unit="share of memory")
     """Memory of the GPU that weights and cache may fill while sampling."""
@@ -178,7 +204,8 @@ class RolloutConfig(ConfigGroup):
     load_format: str = refused("dummy", "samplers use the trainer's weights; leave the key out")
     tensor_model_parallel_size: int = option(1, minimum=1, unit="devices")
     """Native: ranks that sample together, each with its part of every layer and of the cache. vLLM
-    and SGLang: devices that share one engine, of those that the worker sees."""
+    and SGLang: ranks of a node whose devices one engine uses; in a run of one process, devices of
+    those that it sees."""
     data_parallel_size: int = option(1, minimum=1, unit="engines")
     """vLLM and SGLang with engine_python: engines of each worker, which share its requests."""
     expert_parallel_size: int = refused(1, SHARED_MATRICES)

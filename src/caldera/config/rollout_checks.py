@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from caldera.config.fields import default_of, shown
-from caldera.config.rollout import RolloutConfig
+from caldera.config.rollout import PenaltyKeys, RolloutConfig, StopKeys, ValKwargs
 from caldera.errors import ConfigError, UnsupportedError
 
 KEY = "actor_rollout_ref.rollout"
 ENGINE_SAMPLERS = ("vllm", "sglang")
 """They sample with an engine that has a model of its own."""
 REMOTE = "remote"
+SGLANG = "sglang"
+REPETITION = "repetition_penalty"
+PENALTIES = (REPETITION, "presence_penalty", "frequency_penalty")
+TAKERS_OF_REPETITION = ("native", "vllm")
+TAKERS_OF_PENALTIES = ("native", *ENGINE_SAMPLERS)
 OTHER_SAMPLERS = ("trtllm",)
 """Names of verl's that nothing here serves."""
 
@@ -57,6 +63,60 @@ def check_rollout(config: RolloutConfig) -> None:
             f"another order than the trainer's; takes {KEY}.{TENSOR_PARALLEL}=1"
         )
     check_engine_keys(config, KEY, has_ranks=True)
+    check_stops(config, config.ignore_eos, KEY)
+    groups: dict[str, RolloutConfig | ValKwargs] = {
+        KEY: config,
+        f"{KEY}.val_kwargs": config.val_kwargs,
+    }
+    for group, keys in groups.items():
+        check_penalties(keys, name or "native", group, KEY)
+        if name == SGLANG and keys.do_sample and _reports_processed(config):
+            _check_filters(keys, group)
+
+
+def _reports_processed(config: RolloutConfig) -> bool:
+    return config.calculate_log_probs and config.logprobs_mode == "processed_logprobs"
+
+
+def _check_filters(keys: RolloutConfig | ValKwargs, group: str) -> None:
+    for option in ("top_k", "top_p", "min_p"):
+        value = getattr(keys, option)
+        if value != _default(option) and (option, value) != ("top_k", 0):
+            raise UnsupportedError(
+                f"{group}.{option}={value}: {KEY}.name=sglang reports log-probs from before this "
+                f"filter. Takes {KEY}.logprobs_mode=raw_logprobs, {KEY}.calculate_log_probs=False, "
+                f"or {KEY}.name=native, vllm or hf"
+            )
+
+
+def check_penalties(keys: PenaltyKeys, sampler: str, group: str, key: str) -> None:
+    """Penalties are numbers that the sampler takes; `group` has them, `key` the sampler's name. A
+    server elsewhere refuses by itself what it cannot honour."""
+    for option in PENALTIES:
+        value, usual = getattr(keys, option), getattr(PenaltyKeys, option)
+        if not math.isfinite(value):
+            raise ConfigError(f"{group}.{option}={value}: takes a finite number; {usual:g}: none")
+        if option == REPETITION and value <= 0:
+            raise ConfigError(f"{group}.{option}={value}: must be more than 0; 1: none")
+        takers = TAKERS_OF_REPETITION if option == REPETITION else TAKERS_OF_PENALTIES
+        if value != usual and sampler not in (*takers, REMOTE):
+            raise UnsupportedError(
+                f"{group}.{option}={value}: takes {key}.name={' or '.join(takers)}, not {sampler}"
+            )
+
+
+def check_stops(keys: StopKeys, ignore_eos: bool, group: str) -> None:
+    """Stop strings have characters, and stop tokens are tokens that can end an answer."""
+    if keys.stop is not None and "" in keys.stop:
+        raise ConfigError(f"{group}.stop={keys.stop!r}: takes strings that are not empty")
+    tokens = keys.stop_token_ids
+    if any(token < 0 for token in tokens or ()):
+        raise ConfigError(f"{group}.stop_token_ids={tokens}: takes tokens, which are 0 or more")
+    if tokens and ignore_eos:
+        raise ConfigError(
+            f"{group}.stop_token_ids={tokens} with {group}.ignore_eos=True: no token ends an "
+            "answer then; set one alone"
+        )
 
 
 def check_sampling_ranks(size: int, ranks: int, devices_from: str = "") -> None:
@@ -64,6 +124,20 @@ def check_sampling_ranks(size: int, ranks: int, devices_from: str = "") -> None:
     if ranks % size:
         raise ConfigError(
             f"{KEY}.{TENSOR_PARALLEL}={size} does not divide the {ranks} ranks{devices_from}"
+        )
+
+
+def check_sampling_devices(name: str | None, size: int, a_node: int | None, nodes: int) -> None:
+    """The same by trainer.n_gpus_per_node (None: not known yet, taken as 1) and trainer.nnodes; the
+    ranks of one engine are on one node."""
+    ranks, is_engine = (a_node or 1) * nodes, name in ENGINE_SAMPLERS
+    if ranks == 1 and is_engine:
+        return  # its engine has all devices that the one process sees
+    check_sampling_ranks(size, ranks, " (trainer.n_gpus_per_node x trainer.nnodes)")
+    if is_engine and a_node is not None and a_node % size:
+        raise ConfigError(
+            f"{KEY}.{TENSOR_PARALLEL}={size} does not divide trainer.n_gpus_per_node={a_node}: "
+            f"the ranks of one {name} engine are on one node; takes a divisor"
         )
 
 

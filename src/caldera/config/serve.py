@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from caldera.config.fields import mapping, nested, option, shown
+from caldera.config.fields import mapping, nested, option, precision, shown
 from caldera.config.rollout import RemoteConfig, RolloutConfig
 from caldera.config.rollout_checks import ENGINE_SAMPLERS, REMOTE, check_engine_keys
 from caldera.errors import ConfigError, UnsupportedError
@@ -31,7 +31,7 @@ class ServeRolloutConfig:
     """Sampler: native, hf, vllm, sglang, remote."""
     max_model_len: int | None = option(None, minimum=2, unit="tokens")
     """Most tokens of prompt and answer together; null: as many as the model was made for."""
-    dtype: str | None = option(None, choices=("float32", "bfloat16"))
+    dtype: str | None = precision(None)
     """Precision of sampling; null: bfloat16 on CUDA, float32 on a CPU."""
     gpu_memory_utilization: float = option(0.9, minimum=0, maximum=1, unit="share of memory")
     """Memory of the GPU that weights and cache may fill."""

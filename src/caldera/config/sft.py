@@ -71,6 +71,8 @@ class SFTDataConfig(ConfigGroup):
     chat_template: str | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
     custom_cls: CustomClassConfig = nested(CustomClassConfig)
+    custom: dict[str, Any] = II("custom")
+    """Follows `custom`, the place to set keys for custom code."""
     apply_chat_template_kwargs: dict[str, Any] = mapping()
     """Further arguments of the chat template."""
 
@@ -164,6 +166,15 @@ class SFTRunConfig:
     """Steps of the whole run; null: total_epochs times the batches of an epoch."""
     logger: Any = listed("console", "file")
     """Where metrics go: names of loggers."""
+    console_metrics: Any = None
+    """Metrics on the console's line of a step: `short` (about ten), `all`, or patterns such as
+    [short,critic/*]; null: short where another logger keeps the rest, else all."""
+    class_: str | None = None
+    """The trainer: a name that is registered, or a class as my.module.MyTrainer or
+    path/to/file.py:MyTrainer; null: the command's own."""
+    worker_class: str | None = None
+    """The worker of the model: a name that is registered, or a class derived from SupervisedWorker,
+    as my.module.MyWorker or path/to/file.py:MyWorker; null: SupervisedWorker."""
     seed: int = 1
     """Seed of the order of the data and of fresh weights."""
     save_freq: Any = option(-1, unit="steps")
@@ -176,6 +187,9 @@ class SFTRunConfig:
     """Go on from the newest checkpoint, start anew, or go on from resume_from_path."""
     resume_from_path: str | None = None
     """A global_step_N folder or its URL, for resume_mode=resume_path."""
+    resume_fallback: bool = False
+    """With resume_mode=auto: where files of the newest checkpoint are damaged, go on from the one
+    before it, with a warning. Otherwise that is an error."""
     checkpoint: CheckpointConfig = nested(CheckpointConfig)
     nnodes: int = option(1, minimum=1, unit="nodes")
     """Machines of the run; under torchrun, those that it starts."""
@@ -202,4 +216,6 @@ class SFTTrainerConfig(ConfigGroup):
     """Devices that share one sequence."""
     use_remove_padding: bool = refused(False, ALWAYS_PACKED, met=(True,))
     trainer: SFTRunConfig = nested(SFTRunConfig)
+    custom: dict[str, Any] = mapping()
+    """Keys for custom code: trainers read `config.custom`, data sets `config.custom` of theirs."""
     ray_kwargs: RayConfig = nested(RayConfig)

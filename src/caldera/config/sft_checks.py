@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from caldera.config.fields import as_list, shown
-from caldera.config.machine import default_dtype, uses_ray
+from caldera.config.fields import as_list, check_console_metrics, shown
+from caldera.config.machine import (
+    check_gpus_here,
+    choose_devices,
+    default_dtype,
+    warn_of_cores,
+)
 from caldera.config.sft import EACH_EPOCH, SFTTrainerConfig
 from caldera.config.sft_strategies import (
     check_supervised_ranks,
@@ -32,6 +37,7 @@ def check_supervised(config: SFTTrainerConfig) -> None:
     if data.val_files is not None:
         data.val_files = as_list("data.val_files", data.val_files)
     trainer.logger = as_list("trainer.logger", trainer.logger)
+    trainer.console_metrics = check_console_metrics(trainer.console_metrics)
     _check_run(config)
     check_contents("trainer.checkpoint", trainer.checkpoint)
     check_layout("trainer.checkpoint", trainer.checkpoint)
@@ -105,7 +111,7 @@ def resolve_supervised(
     processes of each where somebody has started these already.
     """
     trainer = config.trainer
-    chosen = []
+    chosen: list[str] = []
     if launched is not None:
         _take_launched(config, *launched)
     elif trainer.nnodes > 1 and trainer.worker_group == "local":
@@ -113,27 +119,14 @@ def resolve_supervised(
             f"trainer.worker_group='local': trainer.nnodes={trainer.nnodes} nodes need 'ray', or "
             "torchrun on each of them"
         )
-    elif trainer.worker_group is None:
-        trainer.worker_group = "ray" if uses_ray(config) else "local"
-        chosen.append(f"trainer.worker_group={trainer.worker_group}")
-    if trainer.device is None:
-        trainer.device = "cuda" if gpus else "cpu"
-        chosen.append(f"trainer.device={trainer.device}")
-    elif trainer.device == "cuda" and not gpus:
-        where = "the Ray cluster" if trainer.worker_group == "ray" else "this machine"
-        raise ConfigError(f"trainer.device='cuda': {where} has no usable GPU; takes cpu")
-    if trainer.n_gpus_per_node is None:
-        trainer.n_gpus_per_node = gpus if trainer.device == "cuda" else 1
-        chosen.append(f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}")
-    counts_here = trainer.worker_group != "ray" and trainer.device == "cuda"
-    if counts_here and trainer.n_gpus_per_node > gpus:
-        raise ConfigError(
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has {gpus} GPUs"
-        )
-    _check_devices(config, trainer.n_gpus_per_node * trainer.nnodes)
+    device, ranks = choose_devices(config, gpus, chosen)
+    check_gpus_here(config, gpus)
+    if trainer.worker_group != "ray" and launched is None:
+        warn_of_cores(device, ranks)
+    _check_devices(config, ranks * trainer.nnodes)
     name, memory = memory_of_supervised(config)
     if memory.dtype is None:
-        memory.dtype = default_dtype(trainer.device, memory)
+        memory.dtype = default_dtype(device, memory)
         chosen.append(f"model.{name}.dtype={memory.dtype}")
     return chosen
 

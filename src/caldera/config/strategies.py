@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from caldera.config.needs import needs_critic, needs_reference
 from caldera.config.optim import OptimizerConfig
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.errors import ConfigError, UnsupportedError
+
+logger = logging.getLogger(__name__)
 
 MEGATRON = "megatron"
 MEGATRON_KEYS = (
@@ -146,6 +149,7 @@ def check_role(config: Any, role: Role) -> None:
     if role.is_megatron:
         _check_model(role)
         _check_megatron(role)
+    _drop_attention(role.model_name, role.model.override_config)
 
 
 def _check_keys(config: Any, role: Role) -> None:
@@ -241,6 +245,18 @@ def _take_inner_overrides(key: str, overrides: dict[str, Any]) -> None:
                 "takes freeze_moe_router=False"
             )
     overrides |= overrides.pop("model_config", None) or {}
+
+
+def _drop_attention(key: str, overrides: dict[str, Any]) -> None:
+    """Scripts for verl choose among transformers' attention kernels; none of them is called."""
+    given = overrides.pop("attn_implementation", None)
+    if given is not None:
+        logger.warning(
+            "%s.override_config.attn_implementation=%s has no effect: training uses Caldera's own "
+            "attention function, over packed sequences, whatever is named here; leave the key out",
+            key,
+            given,
+        )
 
 
 def _check_megatron(role: Role) -> None:

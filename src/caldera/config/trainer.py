@@ -16,12 +16,18 @@ class TrainerConfig(ConfigGroup):
     """Passes over the training data."""
     total_training_steps: int | None = option(None, minimum=1, unit="steps")
     """Steps of the whole run; null: total_epochs times the batches of an epoch."""
+    class_: str | None = None
+    """The trainer: a name that is registered, or a class as my.module.MyTrainer or
+    path/to/file.py:MyTrainer; null: the command's own."""
     project_name: str = "caldera_examples"
     """Project under which loggers file the run."""
     experiment_name: str = "gsm8k"
     """Name of the run."""
     logger: Any = listed("console", "file")
     """Where metrics go: names of loggers."""
+    console_metrics: Any = None
+    """Metrics on the console's line of a step: `short` (about ten), `all`, or patterns such as
+    [short,critic/*]; null: short where another logger keeps the rest, else all."""
     wandb_proxy: str | None = None
     """Proxy through which the logger wandb reaches its server; null: none."""
     log_val_generations: int = option(0, minimum=0, unit="samples")
@@ -55,6 +61,9 @@ class TrainerConfig(ConfigGroup):
     """Go on from the newest checkpoint, start anew, or go on from resume_from_path."""
     resume_from_path: str | None = None
     """A global_step_N folder or its URL, for resume_mode=resume_path."""
+    resume_fallback: bool = False
+    """With resume_mode=auto: where files of the newest checkpoint are damaged, go on from the one
+    before it, with a warning. Otherwise that is an error."""
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Folder of the run: checkpoints, metrics, resolved config."""
     default_hdfs_dir: str | None = None

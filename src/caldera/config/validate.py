@@ -9,7 +9,7 @@ from caldera.config.actor import ActorConfig
 from caldera.config.algorithm import RolloutCorrectionConfig
 from caldera.config.batches import check_batches
 from caldera.config.critic import CriticConfig
-from caldera.config.fields import as_list, shown
+from caldera.config.fields import as_list, check_console_metrics, shown
 from caldera.config.machine import memories
 from caldera.config.optim import CONTENTS, CheckpointConfig, FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig
@@ -32,6 +32,7 @@ def check_consistency(config: PPOTrainerConfig) -> None:
     config.data.train_files = as_list("data.train_files", config.data.train_files)
     config.data.val_files = as_list("data.val_files", config.data.val_files)
     config.trainer.logger = as_list("trainer.logger", config.trainer.logger)
+    config.trainer.console_metrics = check_console_metrics(config.trainer.console_metrics)
     if config.data.seed is None:
         config.data.seed = config.actor_rollout_ref.rollout.seed
     _check_world(config)
@@ -73,7 +74,9 @@ def _check_required(config: PPOTrainerConfig) -> None:
         if not value:
             raise ConfigError(f"{key} is required: give {key}=...")
     if config.algorithm.adv_estimator == "gae" and config.critic.enable is False:
-        raise ConfigError("critic.enable=False: algorithm.adv_estimator=gae needs the critic")
+        raise ConfigError(
+            "critic.enable=False (or critic=null): algorithm.adv_estimator=gae needs the critic"
+        )
     if config.trainer.resume_mode == "resume_path" and not config.trainer.resume_from_path:
         raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=...")
 

@@ -1,16 +1,7 @@
-"""From data files to token batches: data sets, loaders, padding and balancing."""
+"""From data files to token batches: data sets, loaders and padding."""
 
 from __future__ import annotations
 
-from caldera.data.balance import (
-    balance_order,
-    balance_partitions,
-    get_seqlen_balanced_partitions,
-    log_seqlen_unbalance,
-    micro_batches_by_count,
-    micro_batches_by_tokens,
-    workload,
-)
 from caldera.data.chat import chat_messages, render_chat, tokenize_chat
 from caldera.data.collate import Batch, collate_fn, object_array
 from caldera.data.create import (
@@ -28,7 +19,7 @@ from caldera.data.loader import (
     create_val_loader,
 )
 from caldera.data.multiturn_sft_dataset import MultiTurnSFTDataset
-from caldera.data.own_functions import registered_or_own
+from caldera.data.own_functions import chosen_class, registered_or_own
 from caldera.data.padding import compute_position_ids, left_pad, right_pad, truncate
 from caldera.data.preference_dataset import PreferenceDataset
 from caldera.data.rl_dataset import RLHFDataset
@@ -46,9 +37,8 @@ __all__ = [
     "RLHFDataset",
     "SFTDataset",
     "StatefulLoader",
-    "balance_order",
-    "balance_partitions",
     "chat_messages",
+    "chosen_class",
     "collate_fn",
     "compute_position_ids",
     "create_preference_dataset",
@@ -59,13 +49,9 @@ __all__ = [
     "create_val_loader",
     "engine_rows",
     "fitting_prompts",
-    "get_seqlen_balanced_partitions",
     "hf_tokenizer",
     "left_pad",
     "load_object",
-    "log_seqlen_unbalance",
-    "micro_batches_by_count",
-    "micro_batches_by_tokens",
     "object_array",
     "prompt_lengths",
     "read_rows",
@@ -75,5 +61,4 @@ __all__ = [
     "token_batch",
     "tokenize_chat",
     "truncate",
-    "workload",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import gzip
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from caldera.storage import is_fetched, local_path, shown_url
 Row = dict[str, Any]
 
 EXTENSIONS = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
+
+SHOWN_ROWS = 5
+"""Rows that a message names."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,14 @@ class RowTable:
         file = bisect_right(self.starts, row) - 1
         return f"row {row - self.starts[file]} of {self.files[file]}"
 
+    def where_all(self, rows: Sequence[int]) -> str:
+        """Where the first of many rows come from."""
+        return first_of([self.where(row) for row in rows])
+
+    def file_of(self, row: int) -> str:
+        """The file that a row comes from."""
+        return self.files[bisect_right(self.starts, row) - 1]
+
     def require_column(self, column: str, key: str, role: str) -> None:
         """Raise DataError unless every file has the column; `key` is that of the files."""
         for name, columns in zip(self.files, self.columns, strict=True):
@@ -50,7 +62,18 @@ class RowTable:
 
     def is_of_parquet(self, row: int) -> bool:
         """Whether None may stand in the row for a field that only others have."""
-        return self.files[bisect_right(self.starts, row) - 1].endswith(".parquet")
+        return self.file_of(row).endswith(".parquet")
+
+
+def first_of(places: Sequence[str]) -> str:
+    """The first of the places of rows, and how many more there are."""
+    more = f" and {len(places) - SHOWN_ROWS} more" if len(places) > SHOWN_ROWS else ""
+    return ", ".join(places[:SHOWN_ROWS]) + more
+
+
+def is_null(value: object) -> bool:
+    """Whether a value is missing: null, or NaN, which pandas writes for it."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def read_rows(

@@ -41,13 +41,22 @@ def load_class(dotted: str, base: type[T], key: str) -> type[T]:
 
     What files written for verl name after its own packages is here under the same names.
     """
+    takes = (
+        f"takes a class derived from {base.__qualname__} (of {base.__module__}), as "
+        "my.module.MyClass or path/to/file.py:MyClass"
+    )
     path, _, name = dotted.rpartition(":")
     if not path:
         module, _, name = dotted.rpartition(".")
+        if not module or name == "py":
+            raise ConfigError(f"{key}={dotted!r} names no class; {takes}")
         path = f"pkg://{_OURS.sub('caldera.', module)}"
-    found = load_object(path, name, key)
+    try:
+        found = load_object(path, name, key)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {takes}") from error
     if not isinstance(found, type) or not issubclass(found, base):
-        raise ConfigError(f"{key}={dotted!r}: must be a class derived from {base.__qualname__}")
+        raise ConfigError(f"{key}={dotted!r} is no such class; {takes}")
     return found
 
 

@@ -131,7 +131,8 @@ class StatefulLoader:
             if state[field] != now:
                 raise CheckpointError(
                     f"the checkpoint's data order does not fit: {names[field]} was "
-                    f"{state[field]} when it was saved and is {now} now"
+                    f"{state[field]} when it was saved and is {now} now; set it back, or start a "
+                    "new run with the checkpoint's weights as its model"
                 )
         self.epoch, self.batches_done = state["epoch"], state["batches_done"]
         if self._sampled is not None:

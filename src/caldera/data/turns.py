@@ -45,6 +45,10 @@ class TurnAppender:
         kwargs = self._kwargs | ({"tools": list(tools)} if tools else {})
         return tokenize_text(self._tokenizer, render_chat(self._tokenizer, [*messages], kwargs))
 
+    def shows(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the template writes the tools into the prompt."""
+        return self.prompt([QUESTION], tools) != self.prompt([QUESTION])
+
     def continuation(self, messages: Sequence[Message], last_token: int) -> list[int]:
         """The tokens to put behind an answer that ends with `last_token`: the end of that turn,
         unless the model has written it itself, the new messages, and the next answer's beginning.

@@ -141,8 +141,9 @@ def test_defaults_are_values_that_their_keys_take(schema: type) -> None:
 
 
 def test_no_key_takes_just_anything() -> None:
-    unions = {"train_files", "val_files", "logger", "save_freq", "test_freq", "url"}
-    unions |= {"target_modules", "exclude_modules", "rollout_is_threshold", "rollout_rs_threshold"}
+    unions = {"train_files", "val_files", "logger", "console_metrics", "save_freq", "test_freq"}
+    unions |= {"target_modules", "exclude_modules", "url"}
+    unions |= {"rollout_is_threshold", "rollout_rs_threshold"}
     for schema in SCHEMAS.values():
         for key, field, _ in walk(schema()):
             name = key.rsplit(".", 1)[-1]

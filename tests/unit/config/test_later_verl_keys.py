@@ -75,6 +75,8 @@ def test_moved_keys_land_in_their_places(caplog: pytest.LogCaptureFixture) -> No
             512,
         ),
         "trainer.profile_steps": ("global_profiler.steps", [1, 2]),
+        "ray_init.num_cpus": ("ray_kwargs.ray_init.num_cpus", 4),
+        "ray_init.timeline_json_file": ("ray_kwargs.timeline_json_file", "there"),
         "actor_rollout_ref.rollout.n_agent": ("actor_rollout_ref.rollout.n", 5),
         "data.train_data_num": ("data.train_max_samples", 100),
         "data.val_data_num": ("data.val_max_samples", 50),

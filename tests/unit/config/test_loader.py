@@ -318,3 +318,25 @@ def test_known_keys() -> None:
     assert keys["actor_rollout_ref.actor.optim.override_optimizer_config"] is True
     assert keys["data.train_batch_size"] is False
     assert "data" not in keys
+
+
+@pytest.mark.parametrize(("group", "key"), [("critic", "enable"), ("reward_model", "enable")])
+def test_null_switches_a_group_off(load: Load, tmp_path: Path, group: str, key: str) -> None:
+    grpo = "algorithm.adv_estimator=grpo"
+    assert load(grpo, f"{group}=null")[group][key] is False
+    (tmp_path / "mine.yaml").write_text(f"defaults: [ppo_trainer, _self_]\n{group}: null\n")
+    assert compose_config([grpo], "mine", str(tmp_path), PPOTrainerConfig)[group][key] is False
+
+
+def test_null_takes_a_custom_reward_function_back(load: Load) -> None:
+    assert load("custom_reward_function=null").custom_reward_function.path is None
+
+
+def test_precisions_are_written_long_or_short(load: Load) -> None:
+    roles = ("actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config")
+    for role in roles:
+        long = load(f"{role}.model_dtype=bfloat16", f"{role}.dtype=bfloat16")
+        assert long == load(f"{role}.model_dtype=bf16", f"{role}.dtype=bf16")
+    rollout = "actor_rollout_ref.rollout.dtype"
+    assert load(f"{rollout}=bf16").actor_rollout_ref.rollout.dtype == "bfloat16"
+    assert load(f"{rollout}=fp32").actor_rollout_ref.rollout.dtype == "float32"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 
 import pytest
@@ -103,3 +105,34 @@ def test_cuda_without_a_gpu(load: Load) -> None:
         ConfigError, match=r"^trainer\.device='cuda': this machine has no usable GPU"
     ):
         resolve_for_machine(load("trainer.device=cuda"), gpus=0)
+
+
+@pytest.mark.parametrize(("ranks", "warns"), [(2, False), (3, True)])
+def test_more_processes_than_cores_are_warned_of(
+    load: Load, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, ranks: int,
+    warns: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    batch = ("data.train_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=6")
+    config = load(f"trainer.n_gpus_per_node={ranks}", "critic.ppo_mini_batch_size=6", *batch)
+    with caplog.at_level(logging.WARNING):
+        resolve_for_machine(config, 0)
+    told = [message for message in caplog.messages if "cores" in message]
+    assert [text[:65] for text in told] == (
+        ["trainer.n_gpus_per_node: 3 processes share 2 CPU cores, which is "] if warns else []
+    )
+
+
+def test_a_choice_of_attention_kernels_is_dropped_with_one_warning(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = "override_config.attn_implementation"
+    with caplog.at_level(logging.WARNING):
+        config = load(
+            f"+actor_rollout_ref.model.{key}=flash_attention_2", f"+critic.model.{key}=eager"
+        )
+    told = [message for message in caplog.messages if "attention" in message]
+    assert [text.split(" has no effect")[0] for text in told] == [
+        f"actor_rollout_ref.model.{key}=flash_attention_2", f"critic.model.{key}=eager",
+    ]  # fmt: skip
+    assert config.actor_rollout_ref.model.override_config == {}

@@ -90,6 +90,18 @@ def test_ranks_that_share_the_native_sampler(load: Load) -> None:
         load(f"{key}=2", f"{ROLLOUT}.name=hf")
 
 
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_ranks_that_share_an_engine(load: Load, name: str) -> None:
+    key = f"{ROLLOUT}.tensor_model_parallel_size"
+    shared = [f"{ROLLOUT}.name={name}", f"{key}=2"]
+    load(*shared, "trainer.n_gpus_per_node=4")
+    load(*shared, "trainer.n_gpus_per_node=1")  # its engine has two of the devices that it sees
+    with pytest.raises(ConfigError, match=rf"^{key}=2 does not divide the 3 ranks \(trainer\."):
+        load(*shared, "trainer.n_gpus_per_node=3")
+    with pytest.raises(ConfigError, match=rf"^{key}=2 .*n_gpus_per_node=1: .*{name} engine.*node"):
+        load(*shared, "trainer.n_gpus_per_node=1", "trainer.nnodes=2")
+
+
 @pytest.mark.parametrize(
     "key", ["kv_cache_blocks=8", "native.exact=True", "engine_kwargs.sglang.x=1"]
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow
 
 from caldera.data.chat import Message, chat_messages
-from caldera.data.files import Row, RowTable, read_rows
+from caldera.data.files import Row, RowTable, is_null, read_rows
 from caldera.data.length_filter import FAILED, prompt_lengths
 from caldera.errors import CalderaError, DataError
 
@@ -137,13 +137,18 @@ def _ground_truth_problems(table: RowTable) -> Iterator[str]:
             return
         reward_model = row["reward_model"] if isinstance(row["reward_model"], dict) else {}
         truth = reward_model.get("ground_truth")
-        if truth is not None:
+        if not is_null(truth):
             source = str(row.get("data_source"))
             kinds.setdefault(source, Counter())[type(truth).__name__] += 1
         elif reward_model.get("style") != "model":
             without.append(number)
     if without:
-        yield f"{_rows(len(without))} without a ground truth; the first: {table.where(without[0])}"
+        sources = sorted({str(table.rows[number].get("data_source")) for number in without})
+        yield (
+            f"{_rows(len(without))} without a ground truth (null, NaN or missing in "
+            f"reward_model.ground_truth), of data_source {', '.join(sources)}: "
+            f"{table.where_all(without)}"
+        )
     for source, counts in kinds.items():
         if len(counts) > 1:
             found = ", ".join(f"{kind} ({count})" for kind, count in counts.most_common())

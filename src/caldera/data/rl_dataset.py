@@ -1,0 +1,274 @@
+"""The prompts of a reinforcement learning run."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Dataset
+
+from caldera.data.chat import (
+    Message,
+    chat_messages,
+    render_chat,
+    require_chat_template,
+    tokenize_text,
+)
+from caldera.data.files import Row, RowTable, read_rows
+from caldera.data.length_filter import fitting_prompts
+from caldera.data.order import seeded_permutation
+from caldera.data.padding import compute_position_ids, left_pad, truncate
+from caldera.data.rows import Rows
+from caldera.errors import DataError, UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from caldera.config import DataConfig
+
+logger = logging.getLogger(__name__)
+
+
+class RLHFDataset(Dataset[Row]):
+    """Rows of data files, each with the tokens of its prompt.
+
+    An item is the row itself plus
+
+    - `input_ids`, `attention_mask`, `position_ids`: (P,) int64, left-padded to
+      P = `data.max_prompt_length`
+    - `raw_prompt_ids`: the same tokens as a list, without padding
+    - `raw_prompt`: the chat messages, if `data.return_raw_chat`
+    - `full_prompts`: the text of the templated chat, if `data.return_full_prompt`
+    - `index`, `tools_kwargs`, `interaction_kwargs`: from the row's `extra_info`
+
+    Subclasses may override `_read_files_and_tokenize`, `maybe_filter_out_long_prompts`,
+    `_build_messages`, `__getitem__` and `__len__`.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        processor: object | None = None,
+        max_samples: int = -1,
+    ) -> None:
+        if processor is not None:
+            raise UnsupportedError("RLHFDataset takes text only; it has no use for a processor")
+        self.tokenizer = tokenizer
+        self.processor = None
+        self.config = config
+        self.data_files = [data_files] if isinstance(data_files, str) else list(data_files)
+        self.prompt_key = config.prompt_key
+        self.max_prompt_length = config.max_prompt_length
+        self.max_samples = max_samples
+        require_chat_template(tokenizer, config.apply_chat_template_kwargs)
+        self._key = _files_key(self.data_files, config)
+        self._table: RowTable | None = None
+        self._fitting: Any = None
+        self.dataframe: Any = None
+        """The rows, which hooks may change; see `Rows`."""
+        self._rows_of: tuple[Any, Rows] | None = None
+        self._read_files_and_tokenize()
+        self._check_own_rows()
+        for position in range(len(self._rows)):
+            self._messages(self._example(position), position)
+
+    # ------------------------------------------------------------------ hooks
+
+    def _read_files_and_tokenize(self) -> None:
+        """Fill `self.dataframe` with the rows that are part of the data set, in order."""
+        required = {} if self._builds_messages else {self.prompt_key: "data.prompt_key"}
+        self._table = read_rows(self.data_files, key=self._key, required=required)
+        rows = Rows.of_table(self._table)
+        self.dataframe = rows.select(self._select(len(rows)))
+        self._filter()
+
+    def _build_messages(self, example: Row) -> list[Message]:
+        """The chat messages of a row, which may be changed: it is a copy."""
+        messages: list[Message] = example.get(self.prompt_key)  # type: ignore[assignment]
+        return messages
+
+    def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
+        """The rows whose prompts fit, if `data.filter_overlong_prompts` asks for that."""
+        config = self.config
+        if not config.filter_overlong_prompts:
+            return dataframe
+        rows = Rows.of(dataframe, self._hook)
+        prompts = [self._messages(self._example(i, rows), i, rows) for i in range(len(rows))]
+        kept = fitting_prompts(
+            prompts,
+            self.tokenizer,
+            max_length=config.max_prompt_length,
+            template_kwargs=config.apply_chat_template_kwargs,
+            workers=config.filter_overlong_prompts_workers,
+        )
+        return rows.select(kept)
+
+    # ------------------------------------------------------------------ rows
+
+    @property
+    def _rows(self) -> Rows:
+        """Those of `self.dataframe`, whatever stands there by now."""
+        if self._rows_of is None or self._rows_of[0] is not self.dataframe:
+            self._rows_of = (self.dataframe, Rows.of(self.dataframe, self._hook))
+        return self._rows_of[1]
+
+    @property
+    def _hook(self) -> str:
+        return f"{type(self).__name__}._read_files_and_tokenize"
+
+    @property
+    def _builds_messages(self) -> bool:
+        """Whether a subclass makes the messages, of whatever columns."""
+        return type(self)._build_messages is not RLHFDataset._build_messages
+
+    def _filter(self) -> None:
+        self.dataframe = self._fitting = self.maybe_filter_out_long_prompts(self.dataframe)
+        if self.dataframe is None:
+            raise DataError(
+                f"{type(self).__name__}.maybe_filter_out_long_prompts returned None: it must "
+                "return the rows that are kept"
+            )
+
+    def _check_own_rows(self) -> None:
+        """Rows that a hook put there instead of ours are filtered as those are."""
+        if self.dataframe is None:
+            raise DataError(
+                f"{self._hook} left self.dataframe at None: it must put the rows there, or call "
+                "super()._read_files_and_tokenize()"
+            )
+        if self._table is None and 0 < self.max_samples < len(self._rows):
+            logger.warning(
+                "%s has %d rows, more than the %d that data.train_max_samples or "
+                "data.val_max_samples asks for: it does not call super(), so it must choose them "
+                "itself, by self.max_samples", self._hook, len(self._rows), self.max_samples,
+            )  # fmt: skip
+        if self.dataframe is not self._fitting:
+            self._filter()
+        if not len(self._rows):
+            raise DataError(f"{self._key}: {self._hook} left no rows")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, item: int) -> Row:
+        # Whoever gets the row may change it, and the next epoch must not see that.
+        fields = copy.deepcopy(self._rows[item])
+        messages = self._messages(fields, item)
+        fields |= self._prompt_fields(messages, item)
+        extra_info = self._extra_info(fields, item)
+        index = extra_info.get("index")
+        fields["index"] = 0 if index is None else index
+        fields["tools_kwargs"] = self._tools_kwargs(extra_info, item)
+        fields["interaction_kwargs"] = extra_info.get("interaction_kwargs") or {}
+        return fields
+
+    def column_values(self, name: str) -> set[Any]:
+        """The different values of a column, None among them if a row has none."""
+        return {row.get(name) for row in self._rows}
+
+    def located_rows(self) -> Iterator[tuple[str, Row]]:
+        """Each row, not to be changed, and where it comes from."""
+        return ((self._rows.where(i), row) for i, row in enumerate(self._rows))
+
+    def require_column(self, name: str, role: str) -> None:
+        """Raise DataError unless every file has the column, which has this role."""
+        if self._table is not None:
+            self._table.require_column(name, self._key, role)
+
+    def first_rows(self, column: str) -> dict[str, dict[Any, Row]]:
+        """By file, which is named with its key: the first row of each value of a column."""
+        found: dict[str, dict[Any, Row]] = {}
+        for position, row in enumerate(self._rows):
+            file = f"{self._key}: {self._rows.file_of(position)}"
+            found.setdefault(file, {}).setdefault(row.get(column), row)
+        return found
+
+    def check_prompts(self) -> None:
+        """Raise DataError for the longest prompt, by characters, if a run could not use it, and for
+        a row whose `extra_info` is no dict: it may else come up hours later."""
+        characters = []
+        for position, row in enumerate(self._rows):
+            self._extra_info(row, position)
+            messages = self._messages(self._example(position), position)
+            characters.append(sum(len(str(message.get("content"))) for message in messages))
+        longest = characters.index(max(characters))
+        self._prompt_fields(self._messages(self._example(longest), longest), longest)
+
+    def _extra_info(self, row: Row, position: int) -> dict[str, Any]:
+        extra_info = row.get("extra_info") or {}
+        if not isinstance(extra_info, dict):
+            kind = type(extra_info).__name__
+            where = self._rows.where(position)
+            raise DataError(f"{where}: extra_info must be a dict, not a {kind}")
+        return extra_info
+
+    def _select(self, total: int) -> list[int]:
+        most = self.max_samples
+        if not 0 < most < total:
+            return list(range(total))
+        logger.info("using %d of %d rows", most, total)
+        if not self.config.shuffle:
+            return list(range(most))
+        assert self.config.seed is not None, "loading a configuration settles its seeds"
+        return seeded_permutation(total, self.config.seed)[:most]
+
+    def _example(self, position: int, rows: Rows | None = None) -> Row:
+        """A row for `_build_messages`, copied where a subclass may change it."""
+        row = (rows or self._rows)[position]
+        return copy.deepcopy(row) if self._builds_messages else row
+
+    def _messages(self, example: Row, position: int, rows: Rows | None = None) -> list[Message]:
+        where = (rows or self._rows).where(position)
+        what = f"the value of {self.prompt_key!r} (data.prompt_key)"
+        if self._builds_messages:
+            what = f"what {type(self).__name__}._build_messages returned"
+        return chat_messages(self._build_messages(example), f"{where}: {what}")
+
+    def _prompt_fields(self, messages: list[Message], row: int) -> Row:
+        config = self.config
+        try:
+            text = render_chat(self.tokenizer, messages, config.apply_chat_template_kwargs)
+        except DataError as error:
+            raise DataError(f"{self._rows.where(row)}: {error}") from error
+        ids = tokenize_text(self.tokenizer, text)
+        if len(ids) > config.max_prompt_length and config.truncation == "error":
+            raise DataError(
+                f"{self._rows.where(row)}: the prompt has {len(ids)} tokens, more than "
+                f"data.max_prompt_length={config.max_prompt_length}; raise that, drop such rows "
+                "with data.filter_overlong_prompts=true, or cut them with "
+                "data.truncation=left, right or middle"
+            )
+        ids = truncate(ids, config.max_prompt_length, config.truncation)
+        pad_id = self.tokenizer.pad_token_id
+        assert isinstance(pad_id, int)
+        input_ids = left_pad([ids], config.max_prompt_length, pad_id)[0]  # (P,)
+        attention_mask = left_pad([[1] * len(ids)], config.max_prompt_length, 0)[0]  # (P,)
+        fields: Row = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": compute_position_ids(attention_mask),
+            "raw_prompt_ids": ids,
+        }
+        if config.return_raw_chat:
+            fields["raw_prompt"] = messages
+        if config.return_full_prompt:
+            fields["full_prompts"] = text
+        return fields
+
+    def _tools_kwargs(self, extra_info: dict[str, Any], row: int) -> dict[str, Any]:
+        # In a parquet file, every tool of any row is a field of all rows, None where not given.
+        given = extra_info.get("tools_kwargs") or {}
+        tools_kwargs = {tool: kwargs for tool, kwargs in given.items() if kwargs is not None}
+        if extra_info.get("need_tools_kwargs") and not tools_kwargs:
+            logger.warning(
+                "%s: extra_info asks for tools_kwargs and has none", self._rows.where(row)
+            )
+        return tools_kwargs
+
+
+def _files_key(files: Sequence[str], config: DataConfig) -> str:
+    return "data.train_files" if list(files) == list(config.train_files) else "data.val_files"
