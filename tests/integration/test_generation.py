@@ -294,7 +294,7 @@ def test_a_server_answers(lab: Any, tmp_path: Path, chat: ChatServer) -> None:
     given = arguments(
         lab, tmp_path / "out.parquet", f"rollout.url={chat.url}/v1", "rollout.top_k=-1",
         "model.path=some/name", "rollout.temperature=0.7", "rollout.max_num_seqs=7",
-        "data.batch_size=10",
+        "data.batch_size=10", "rollout.stop=[END]", "rollout.presence_penalty=0.5",
     )  # fmt: skip
     found = responses(generate(config_of(given)))
     assert [[text.split("/")[0] for text in texts] for texts in found] == [
@@ -307,6 +307,8 @@ def test_a_server_answers(lab: Any, tmp_path: Path, chat: ChatServer) -> None:
     assert {key: first[key] for key in ("model", "n", "temperature", "top_p", "max_tokens")} == {
         "model": "some/name", "n": 3, "temperature": 0.7, "top_p": 1, "max_tokens": 4,
     }  # fmt: skip
+    assert (first["stop"], first["presence_penalty"]) == (["END"], 0.5)
+    assert "frequency_penalty" not in first
     assert chat.most_busy == 2  # seven answers at a time, three a request
 
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,11 +38,14 @@ class AdamW(torch.optim.AdamW):
 
 
 @contextmanager
-def started(lab: Lab, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def started(
+    lab: Lab, *arguments: str, launcher: Sequence[str] = (), **environment: str
+) -> Iterator[subprocess.Popen[str]]:
     """`caldera ARGUMENTS` in a session of its own, of which nothing is left in the end."""
     with subprocess.Popen(
-        [sys.executable, "-m", "caldera.cli", *arguments], env=lab.environment | environment,
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        [sys.executable, *launcher, "-m", "caldera.cli", *arguments],
+        env=lab.environment | environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
         # Whoever starts these tests in the background has it ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:  # fmt: skip
@@ -57,6 +60,15 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> No
     """Until the checkpoint of a step is there."""
     tracker, deadline = folder / "latest_checkpointed_iteration.txt", time.monotonic() + PATIENCE
     while not tracker.exists() or tracker.read_text() != str(step):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run did not come to its place"
+        time.sleep(0.02)
+
+
+def wait_for_steps(folder: Path, process: subprocess.Popen[str]) -> None:
+    """Until there is a checkpoint of any step."""
+    tracker, deadline = folder / "latest_checkpointed_iteration.txt", time.monotonic() + PATIENCE
+    while not tracker.exists():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "the run did not come to its place"
         time.sleep(0.02)
@@ -135,6 +147,26 @@ def test_fine_tuning_is_stopped_and_goes_on(lessons: Lessons, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert f"goes on from {run}/global_step_2" in done.stdout
     assert done.stdout.splitlines()[-2] == f"Checkpoint: {run}/global_step_3"
+
+
+def test_ranks_of_torchrun_say_one_thing(lessons: Lessons, tmp_path: Path) -> None:
+    run, torchrun = tmp_path / "run", ("-m", "torch.distributed.run", "--standalone")
+    arguments = lessons.overrides(
+        run, "trainer.total_training_steps=100000", "trainer.save_freq=1",
+        "trainer.max_ckpt_to_keep=2",
+    )  # fmt: skip
+    launcher = (*torchrun, "--nproc_per_node=2")
+    with started(lessons.lab, "sft", *arguments, launcher=launcher) as process:
+        wait_for_steps(run, process)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode != 0
+    (told,) = [line for line in said.splitlines() if line.startswith("caldera: ")]
+    assert told.startswith("caldera: stopped by Ctrl-C at step ")
+    assert f" is in {run}: the same command goes on from there." in told
+    # torchrun shows where it was itself, once; none of the ranks does.
+    assert said.count("Traceback (most recent call last)") == said.count("SignalException: ") == 1
+    assert "src/caldera" not in said
 
 
 def test_a_command_without_steps_is_just_stopped(lab: Lab, tmp_path: Path) -> None:

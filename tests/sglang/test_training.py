@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.engine_trials import assert_trains_an_adapter, python_of
+from tests.engine_trials import assert_trains_an_adapter, assert_trains_on_two_ranks, python_of
 
 if TYPE_CHECKING:
     from tests.conftest import Lab
@@ -20,3 +20,7 @@ def test_an_adapter(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         lab, tmp_path, monkeypatch, "actor_rollout_ref.rollout.name=sglang",
         f"actor_rollout_ref.rollout.engine_python={python_of('sglang')}",
     )  # fmt: skip
+
+
+def test_an_engine_over_the_devices_of_two_ranks(lab: Lab, tmp_path: Path) -> None:
+    assert_trains_on_two_ranks(lab, tmp_path, "sglang")

@@ -30,7 +30,8 @@ def test_same_tokens_and_new_weights() -> None:
             python_of("vllm"), "-c", START, platform.python_version(),
             sysconfig.get_path("platlib"), str(ROOT / "tests/vllm/in_process.py"),
         ],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300,
+        capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     )  # fmt: skip
     if run.returncode == 77:
         pytest.skip("vLLM's Python is of another version")

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.engine_trials import assert_trains_an_adapter, python_of, small_model
+from tests.engine_trials import (
+    assert_trains_an_adapter,
+    assert_trains_on_two_ranks,
+    python_of,
+    small_model,
+)
 
 if TYPE_CHECKING:
     from tests.conftest import Lab
@@ -30,8 +35,14 @@ def test_two_steps(lab: Lab, tmp_path: Path) -> None:
         assert row["actor/grad_norm"] > 0
 
 
-def test_an_adapter_on_two_ranks(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own tensor parallelism."""
+def test_an_engine_over_the_devices_of_two_ranks(lab: Lab, tmp_path: Path) -> None:
+    assert_trains_on_two_ranks(lab, tmp_path, "vllm")
+
+
+def test_an_adapter_on_two_devices(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One trainer process, and an engine of two."""
     assert_trains_an_adapter(
         lab, tmp_path, monkeypatch, "actor_rollout_ref.rollout.name=vllm",
         f"actor_rollout_ref.rollout.engine_python={python_of('vllm')}",

@@ -27,7 +27,8 @@ def test_grpo(lab: Lab, tmp_path: Path) -> None:
         f"actor_rollout_ref.rollout.engine_python={python_of('vllm')}",
         # Those after the line's top_p are not the trainer's.
         "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs",
-        "trainer.total_training_steps=2", f"trainer.default_local_dir={tmp_path / 'run'}",
+        "trainer.console_metrics=all", "trainer.total_training_steps=2",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
         **variables,
     )  # fmt: skip
     for step in (1, 2):

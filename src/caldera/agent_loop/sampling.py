@@ -11,8 +11,8 @@ from caldera.agent_loop.base import TokenOutput
 from caldera.agent_loop.sessions import BatchServer, Session
 from caldera.agent_loop.timeline import DETAIL, GENERATE, Timeline
 from caldera.errors import RolloutError, UnsupportedError
-from caldera.models.seeds import derive_seed
 from caldera.rollout import AsyncSampler, Request, SamplingParams
+from caldera.seeds import derive_seed
 
 __all__ = ["TrajectorySampler"]
 
@@ -91,6 +91,7 @@ class TrajectorySampler:
         return self._server.begin(self._seed)
 
     def _params_of(self, given: Mapping[str, Any]) -> SamplingParams:
+        """What the loop gives over the run's; stops of both end a turn."""
         changes: dict[str, Any] = {}
         for key, value in given.items():
             name = OTHER_NAMES.get(key, key)
@@ -99,13 +100,14 @@ class TrajectorySampler:
                     f"an agent loop asked for the sampling parameter {key!r}; "
                     f"there are {', '.join(NAMES)}"
                 )
-            if name != ALWAYS_THERE or not isinstance(value, bool):
-                changes[name] = _KINDS.get(name, lambda kept: kept)(value)
+            if name == "stop":
+                changes[name] = tuple(dict.fromkeys((*self._params.stop, *_texts(value))))
+            elif name == "stop_token_ids":
+                changes[name] = self._params.stop_token_ids | frozenset(value or ())
+            elif name != ALWAYS_THERE or not isinstance(value, bool):
+                changes[name] = value
         return replace(self._params, **changes)
 
 
 def _texts(value: str | Sequence[str] | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
-
-
-_KINDS: dict[str, Any] = {"stop": _texts, "stop_token_ids": frozenset}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from caldera.data.files import is_null
 from caldera.errors import DataError
 from caldera.interactions.base import BaseInteraction, Message, Reply, last_answer
 from caldera.reward_score.gsm8k import compute_score
@@ -29,7 +30,7 @@ class Gsm8kInteraction(BaseInteraction):
         self._scores: dict[str, float] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        if kwargs.get("ground_truth") is None:
+        if is_null(kwargs.get("ground_truth")):
             raise DataError(
                 f"the interaction {self.name!r} needs extra_info.interaction_kwargs.ground_truth "
                 "in every row"

@@ -39,7 +39,10 @@ def _load(entry: Any, where: str) -> BaseInteraction:
     if not isinstance(entry, Mapping) or not set(entry) <= set(ENTRY_KEYS):
         raise ConfigError(f"{where}: takes a mapping of {', '.join(ENTRY_KEYS)}, got {entry!r}")
     if not isinstance(entry.get("class_name"), str):
-        raise ConfigError(f"{where}.class_name is missing, such as my.module.MyInteraction")
+        raise ConfigError(
+            f"{where}.class_name is missing, such as my.module.MyInteraction or "
+            "path/to/file.py:MyInteraction"
+        )
     key = f"{where}.class_name"
     kind = load_class(entry["class_name"], BaseInteraction, key)  # type: ignore[type-abstract]
     if inspect.isabstract(kind):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from caldera.rollout.weights import copy_weights
 
 if TYPE_CHECKING:
     from caldera.config import RolloutConfig
+    from caldera.rollout.engines.probe import Probe
+    from caldera.rollout.engines.weights import WeightSource
 
 FinishReason = Literal["stop", "length", "abort"]
 RolloutPart = Literal["weights", "kv_cache"]
@@ -146,8 +148,17 @@ class Rollout(ABC):
     `version`, which completions carry.
     """
 
-    samples_from_module = True
-    """Whether the weights of `module` are those that it samples with."""
+    owns_weights: ClassVar[bool] = False
+    """Whether it samples with weights of its own, so that those of `module` are only their shape;
+    else with those of `module`, which a trainer may share."""
+    checks_weights: ClassVar[bool] = False
+    """Whether it compares its log-probs of a probe with the trainer's after each update."""
+    takes_weights: ClassVar[bool] = True
+    """Whether it can be given weights; else the shape of the model is all that it needs."""
+    restarts = 0
+    """How often what it samples with was started anew."""
+    leads = True
+    """Of ranks that sample together, whether this is the one to ask; the others `follow`."""
 
     def __init__(self, config: RolloutConfig, module: nn.Module, device: torch.device) -> None:
         self.config = config
@@ -178,6 +189,23 @@ class Rollout(ABC):
         """Copy weights, by their Hugging Face names, into the module."""
         copy_weights(base_module(self.module), stream)
         self.version = version
+
+    def update(self, source: WeightSource, version: int) -> None:
+        """Take over the newest weights of a trainer's engine."""
+        self.load_weights(source.export_weights(), version)
+
+    def expect(self, probe: Probe) -> None:  # noqa: B027 -- for those with `checks_weights`
+        """What it must say of a probe with the newest weights."""
+
+    def leading(self) -> AbstractContextManager[None]:
+        """To be entered around all sampling of a phase; then the ranks that follow are released."""
+        return nullcontext()
+
+    def follow(self) -> None:  # noqa: B027 -- most have no ranks that follow
+        """What a rank that does not lead does while the first one samples."""
+
+    def synchronize(self) -> None:  # noqa: B027 -- most sample alone
+        """Wait until all ranks that sample together have the weights and gave back their memory."""
 
     def close(self) -> None:  # noqa: B027 -- most hold nothing but memory
         """Let go of what outlives this process: other processes, files, connections."""
@@ -285,6 +313,4 @@ class StepwiseRollout(Rollout):
         """Whether any request has not ended, or has failed and was not told of."""
 
 
-RolloutFactory = Callable[["RolloutConfig", nn.Module, torch.device], Rollout]
-
-ROLLOUTS: Registry[RolloutFactory] = Registry("actor_rollout_ref.rollout.name")
+ROLLOUTS: Registry[type[Rollout]] = Registry("actor_rollout_ref.rollout.name")

@@ -37,7 +37,7 @@ def sampling_params(
     """How the answers to a batch are sampled.
 
     `validate` in the meta information samples with `val_kwargs`; `do_sample` and `temperature`
-    there override what the config says.
+    there override what the config says. Stop tokens and strings are the same in both.
     """
     defaults = config.val_kwargs if meta.get("validate", False) else config
     do_sample = meta.get("do_sample", defaults.do_sample)
@@ -47,8 +47,13 @@ def sampling_params(
         temperature=float(temperature),
         top_k=int(defaults.top_k),
         top_p=float(defaults.top_p),
-        stop_token_ids=frozenset(eos_token_ids),
+        min_p=float(defaults.min_p),
+        repetition_penalty=float(defaults.repetition_penalty),
+        presence_penalty=float(defaults.presence_penalty),
+        frequency_penalty=float(defaults.frequency_penalty),
+        stop_token_ids=frozenset(eos_token_ids) | frozenset(config.stop_token_ids or ()),
         ignore_eos=config.ignore_eos,
+        stop=tuple(config.stop or ()),
     )
 
 

@@ -22,7 +22,6 @@ from transformers import (
 from caldera.data.padding import left_pad
 from caldera.errors import UnsupportedError
 from caldera.models.forward import base_module
-from caldera.models.seeds import derive_seed
 from caldera.rollout.base import (
     ROLLOUTS,
     Completion,
@@ -36,6 +35,7 @@ from caldera.rollout.base import (
 )
 from caldera.rollout.precision import sampling_dtype, sampling_precision
 from caldera.rollout.stops import completes_a_stop
+from caldera.seeds import derive_seed
 
 if TYPE_CHECKING:
     from caldera.config import RolloutConfig

@@ -47,7 +47,8 @@ class RemoteRollout(StepwiseRollout):
     its log-probs mean is the server's to say.
     """
 
-    samples_from_module = False
+    owns_weights = True
+    takes_weights = False
 
     def __init__(self, config: RolloutConfig, module: nn.Module, device: torch.device) -> None:
         super().__init__(config, module, device)
@@ -212,9 +213,10 @@ def _body(model: str, request: Request) -> dict[str, Any]:
 def _client(url: str, connections: int) -> ServerClient:
     try:
         from caldera.rollout.server_client import ServerClient
+
+        return ServerClient(url, URL, connections)
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"{URL}={url!r}: asking a server needs the package {error.name}: "
             f"{install_command('serve')}"
         ) from error
-    return ServerClient(url, URL, connections)

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
 from caldera.errors import CalderaError, RolloutError
@@ -118,12 +117,7 @@ class AsyncSampler:
     async def __aenter__(self) -> AsyncSampler:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def _ask(self, act: Callable[[], int]) -> int:

@@ -17,9 +17,9 @@ from caldera.agent_loop.sampling import TrajectorySampler
 from caldera.agent_loop.timeline import Timeline
 from caldera.agent_loop.tool_agent import ToolAgentLoop
 from caldera.errors import ConfigError, DataError, RolloutError, UnsupportedError
-from caldera.models.seeds import derive_seed
 from caldera.protocol import tensors_of
 from caldera.rollout import Completion, Request, SamplingParams
+from caldera.seeds import derive_seed
 
 if TYPE_CHECKING:
     from agent_scripts import Run
@@ -46,8 +46,10 @@ class Recorder:
         return Completion([5, 2], [-0.1, -0.2], "stop", 3)
 
 
-def turns(recorder: Recorder) -> TrajectorySampler:
-    params = SamplingParams(max_tokens=8, temperature=0.7, stop_token_ids=frozenset({2}))
+PARAMS = SamplingParams(max_tokens=8, temperature=0.7, stop_token_ids=frozenset({2}))
+
+
+def turns(recorder: Recorder, params: SamplingParams = PARAMS) -> TrajectorySampler:
     sampler: Any = recorder
     server: Any = None  # none of these is reached over HTTP
     return TrajectorySampler(sampler, params, 11, 10, Timeline(time.perf_counter()), server)
@@ -83,6 +85,19 @@ def test_what_a_loop_does_not_say_stays_as_the_run_says() -> None:
     assert params.stop_token_ids == frozenset({2})
     assert params.max_tokens == 7  # of a model that takes ten
     assert params.logprobs == 0
+
+
+def test_the_stops_of_a_run_end_turns_beside_those_of_a_loop() -> None:
+    recorder = Recorder()
+    params = SamplingParams(
+        max_tokens=8, stop_token_ids=frozenset({2}), stop=("END",), min_p=0.1, presence_penalty=0.5
+    )
+    ask(turns(recorder, params), [4])
+    ask(turns(recorder, params), [4], stop=["</x>", "END"], stop_token_ids=[5])
+    plain, own = [request.params for request in recorder.requests]
+    assert (plain.stop, plain.stop_token_ids) == (("END",), {2})
+    assert (plain.min_p, plain.presence_penalty) == (0.1, 0.5)
+    assert (own.stop, own.stop_token_ids) == (("END", "</x>"), {2, 5})
 
 
 def test_a_full_model_answers_nothing() -> None:
@@ -121,7 +136,10 @@ def test_classes_go_by_the_names_that_verl_gives_them(write: Write) -> None:
         ("a: 1", "must hold a list"),
         ("- {name: a}", r"\[0\]\._target_ is missing"),
         ("- [a]", "takes a mapping"),
-        ("- {name: a, _target_: json.JSONDecoder}", "must be a class derived from AgentLoopBase"),
+        (
+            "- {name: a, _target_: json.JSONDecoder}",
+            "is no such class; takes a class derived from AgentLoopBase .*file.py:MyClass",
+        ),
         ("- {name: a, _target_: no.such.thing}", "cannot be imported"),
         ("- {", "not valid YAML"),
         ("- {name: a, _target_: caldera.agent_loop.base.AgentLoopBase}", "has no run"),

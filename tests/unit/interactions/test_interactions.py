@@ -100,7 +100,13 @@ def test_files_name_interactions(tmp_path: Path) -> None:
     ("text", "problem"),
     [
         ("a: 1", "must hold a list under 'interaction'"),
-        ("interaction: [{name: a}]", "class_name is missing"),
+        ("interaction: [{name: a}]", "class_name is missing.*file.py:MyInteraction"),
+        (
+            "interaction: [{class_name: Polite}]",
+            "names no class; .*BaseInteraction.*file.py:",
+        ),
+        ("interaction: [{class_name: polite.py}]", "names no class; takes .*file.py:MyClass"),
+        ("interaction: [{class_name: no.such.Kind}]", "No module named.*file.py:MyClass"),
         (f"interaction: [{{class_name: {OURS}, colour: 1}}]", "takes a mapping of name"),
         (
             f"interaction: [{{class_name: {OURS}}}, {{class_name: {OURS}}}]",

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +10,11 @@ import torch
 from caldera.config import ValKwargs
 from caldera.errors import ProtocolError, RolloutError
 from caldera.protocol import DataProto
-from caldera.rollout import Completion
+from caldera.rollout import ROLLOUTS, Completion, NativeRollout
 from caldera.rollout.batch import completions_to_batch, requests_from_batch
+from caldera.rollout.engines.host.caldera_engine import sglang_engine, vllm_engine
+from caldera.rollout.engines.options import params_as_message
+from caldera.rollout.remote import _body as remote_body
 
 
 def prompts(**meta) -> DataProto:
@@ -115,3 +121,100 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ProtocolError, match="needs the tensor 'input_ids'"):
         empty = DataProto.from_dict(tensors={"x": torch.zeros(1)})
         completions_to_batch(empty, [one], 8, 1, True)
+
+
+STOPS = {"stop_token_ids": [7, 2], "stop": ["ab", "\n"]}
+PENALTIES = {
+    "min_p": 0.1, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": -0.2
+}  # fmt: skip
+
+
+def test_stops_and_penalties_reach_the_requests(config):
+    settings = config(**STOPS, **PENALTIES)
+    params = requests_from_batch(prompts(), settings, [2], seeds=[0, 1])[0].params
+    assert {name: getattr(params, name) for name in PENALTIES} == PENALTIES
+    assert (params.stop_token_ids, params.stop) == ({2, 7}, ("ab", "\n"))
+
+
+def test_validation_has_penalties_of_its_own_and_the_same_stops(config):
+    settings = config(**STOPS, **PENALTIES, val_kwargs=ValKwargs(presence_penalty=0.9))
+    batch = prompts(validate=True)
+    params = requests_from_batch(batch, settings, [2], seeds=[0, 1])[0].params
+    assert (params.min_p, params.repetition_penalty, params.frequency_penalty) == (0, 1, 0)
+    assert params.presence_penalty == 0.9
+    assert (params.stop_token_ids, params.stop) == ({2, 7}, ("ab", "\n"))
+    settings = config(val_kwargs=ValKwargs(**PENALTIES))
+    params = requests_from_batch(batch, settings, [2], seeds=[0, 1])[0].params
+    assert {name: getattr(params, name) for name in PENALTIES} == PENALTIES
+
+
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_a_run_with_stops_samples_up_to_them(name, llama, config):
+    """From the config's keys to the padded answers and their mask."""
+    plain = config(response_length=12, do_sample=False)
+    rollout = ROLLOUTS[name](plain, llama, torch.device("cpu"))
+    free = rollout.generate(requests_from_batch(prompts(), plain, [], seeds=[0, 1]))
+    rollout.decode = lambda tokens: "".join(f"<{token}>" for token in tokens)
+    by_token, by_text = free[0].token_ids[2], f"{free[1].token_ids[3]}><{free[1].token_ids[4]}"
+    settings = config(
+        response_length=12, do_sample=False, stop_token_ids=[by_token], stop=[by_text]
+    )
+    stopped = rollout.generate(requests_from_batch(prompts(), settings, [], seeds=[0, 1]))
+    ends = [free[0].token_ids.index(by_token) + 1, 5]
+    assert by_token not in free[1].token_ids[:5], "pick another model"
+    assert [one.finish_reason for one in stopped] == ["stop", "stop"]
+    batch = completions_to_batch(prompts(), stopped, 12, 0, calculate_log_probs=True).batch
+    for row, end in enumerate(ends):
+        assert batch["responses"][row].tolist() == free[row].token_ids[:end] + [0] * (12 - end)
+        assert batch["response_mask"][row].tolist() == [1] * end + [0] * (12 - end)
+        assert batch["rollout_log_probs"][row, :end].all()
+
+
+def test_a_run_with_penalties_samples_with_them(llama, config):
+    rollout = NativeRollout(config(), llama, torch.device("cpu"))
+    settings = config(response_length=20, do_sample=False, presence_penalty=1e4)
+    for one in rollout.generate(requests_from_batch(prompts(), settings, [], seeds=[0, 1])):
+        assert len(set(one.token_ids)) == 20
+    narrow = config(response_length=20, min_p=1.0)  # leaves the most likely token alone
+    drawn = rollout.generate(requests_from_batch(prompts(), narrow, [], seeds=[0, 1]))
+    greedy = config(response_length=20, do_sample=False)
+    likely = rollout.generate(requests_from_batch(prompts(), greedy, [], seeds=[0, 1]))
+    assert [one.token_ids for one in drawn] == [one.token_ids for one in likely]
+    assert drawn[0].log_probs == [0.0] * 20
+
+
+@pytest.mark.parametrize("keys", [PENALTIES, STOPS])
+def test_every_sampler_is_handed_all_of_them(keys, config):
+    """What goes to an engine's process and to a server elsewhere has each key that is set."""
+    settings = config(**keys)
+    request = requests_from_batch(prompts(), settings, [2], seeds=[0, 1])[0]
+    expected = {**keys, **({"stop_token_ids": [2, 7]} if keys is STOPS else {})}
+    engine = params_as_message(request.params, 5)
+    server = remote_body("m", request)
+    # An engine gets tokens alone: its strings are looked for beside it, as `test_engines` shows.
+    assert {name: engine[name] for name in expected if name != "stop"} == {
+        name: value for name, value in expected.items() if name != "stop"
+    }
+    assert {name: server[name] for name in expected} == expected
+
+
+def test_engines_sample_with_all_of_them(config, monkeypatch):
+    """The parameters as vLLM and SGLang call them, made of the message that reaches them."""
+    settings = config(**PENALTIES, **STOPS)
+    request = requests_from_batch(prompts(), settings, [2], seeds=[0, 1])[0]
+    message = params_as_message(request.params, 5)
+    kinds = {"vllm": {"SamplingParams": dict}, "vllm.sampling_params": {"RequestOutputKind": Kind}}
+    for name, content in kinds.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    expected = PENALTIES | {"stop_token_ids": [2, 7]}
+    vllm = vllm_engine._sampling_params(message, 0)
+    assert {name: vllm[name] for name in expected} == expected
+    del expected["repetition_penalty"]  # the config refuses it with SGLang
+    sglang = sglang_engine._sampling_params(message)
+    assert {name: sglang[name] for name in expected} == expected
+
+
+class Kind:
+    DELTA = "delta"

@@ -98,10 +98,10 @@ def test_errors_with_an_adapter_say_how_to_do_without(
 
 def test_engines_are_told_of_adapters(adapted: Any, config: Any) -> None:
     shape = adapter_shape(adapted)
-    vllm = engine_arguments("vllm", config(), "/m", CPU, shape)
+    vllm = engine_arguments("vllm", config(), "/m", None, shape)
     assert (vllm["enable_lora"], vllm["max_lora_rank"], vllm["max_loras"]) == (True, 3, 1)
-    assert "enable_lora" not in engine_arguments("vllm", config(), "/m", CPU)
-    sglang = engine_arguments("sglang", config(), "/m", CPU, shape)
+    assert "enable_lora" not in engine_arguments("vllm", config(), "/m", None)
+    sglang = engine_arguments("sglang", config(), "/m", None, shape)
     assert (sglang["enable_lora"], sglang["max_lora_rank"]) == (True, 3)
     assert sglang["lora_target_modules"] == ["q_proj", "up_proj"]
-    assert "enable_lora" not in engine_arguments("sglang", config(), "/m", CPU)
+    assert "enable_lora" not in engine_arguments("sglang", config(), "/m", None)

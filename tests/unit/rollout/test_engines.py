@@ -18,7 +18,6 @@ from caldera.errors import ConfigError, RolloutError, UnsupportedError
 from caldera.rollout import ROLLOUTS, AsyncSampler, Request, SamplingParams
 from caldera.rollout.engines.adapters import AdapterFolders, adapter_shape
 from caldera.rollout.engines.files import WeightFiles
-from caldera.rollout.engines.folders import own_folder
 from caldera.rollout.engines.host.caldera_engine.base import Event
 from caldera.rollout.engines.host.caldera_engine.buckets import check_adapter, read_bucket
 from caldera.rollout.engines.options import SEED, engine_arguments, reseeded
@@ -27,6 +26,7 @@ from caldera.rollout.engines.process import EngineDied
 from caldera.rollout.engines.rollout import EngineRollout
 from caldera.rollout.engines.router import StickyRouter
 from caldera.rollout.engines.weights import EngineWeights, ModuleWeights
+from caldera.storage.folders import own_folder
 
 CPU = torch.device("cpu")
 
@@ -380,12 +380,19 @@ def test_without_the_engine_it_is_said_what_to_do(
 
 def test_arguments_of_the_engine_win(config: Callable[..., RolloutConfig]) -> None:
     given = config(dtype="float32", engine_kwargs={"vllm": {"block_size": 64, "seed": None}})
-    arguments = engine_arguments("vllm", given, "/m", CPU)
+    arguments = engine_arguments("vllm", given, "/m", None)
     assert (arguments["block_size"], arguments["seed"]) == (64, 42)
     assert (arguments["max_model_len"], arguments["tensor_parallel_size"]) == (128, 1)
     fixed = config(engine_kwargs={"sglang": {"load_format": "auto"}})
     with pytest.raises(ConfigError, match=r"engine_kwargs\.sglang\.load_format='auto'"):
-        engine_arguments("sglang", fixed, "/m", CPU)
+        engine_arguments("sglang", fixed, "/m", None)
+
+
+def test_an_engine_has_no_more_gpus_than_its_ranks(config: Callable[..., RolloutConfig]) -> None:
+    given = config(tensor_model_parallel_size=2)
+    assert engine_arguments("vllm", given, "/m", 2)["tensor_parallel_size"] == 2
+    with pytest.raises(UnsupportedError, match=r"tensor_model_parallel_size=2: .* sees 1 GPU"):
+        engine_arguments("vllm", given, "/m", 1)
 
 
 def test_seeds_differ_by_rank_and_replica() -> None:

@@ -20,13 +20,13 @@ from caldera.errors import RolloutError
 from caldera.models.adapters import ADAPTER, adapted_layers, saved_name
 from caldera.models.forward import base_module
 from caldera.rollout.engines.files import SHARED_MEMORY
-from caldera.rollout.engines.folders import own_folder
 from caldera.rollout.engines.host.caldera_engine.buckets import (
     ADAPTER_FILE,
     Adapter,
     file_checksum,
 )
 from caldera.rollout.engines.options import KEY
+from caldera.storage.folders import own_folder
 
 LARGEST_RANK = 512
 """That vLLM has kernels for."""

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,14 +26,15 @@ from caldera.rollout.engines.adapters import (
     why_merged,
 )
 from caldera.rollout.engines.cuda_ipc import CudaBuckets
-from caldera.rollout.engines.files import WeightFiles
-from caldera.rollout.engines.folders import own_folder
+from caldera.rollout.engines.files import NoFiles, WeightFiles
 from caldera.rollout.engines.host.caldera_engine.base import SteppedEngine
 from caldera.rollout.engines.options import KEY, engine_arguments, engine_environment, reseeded
 from caldera.rollout.engines.process import EngineProcess
+from caldera.rollout.engines.ranks import EngineRanks
 from caldera.rollout.engines.rollout import EngineRollout
 from caldera.rollout.engines.weights import EngineWeights
 from caldera.rollout.precision import sampling_dtype
+from caldera.storage.folders import own_folder
 
 if TYPE_CHECKING:
     from caldera.config import RolloutConfig
@@ -43,51 +44,72 @@ logger = logging.getLogger(__name__)
 MEGABYTE = 1 << 20
 
 
+class _ConfiguredEngine(EngineRollout):
+    """Engines as the config asks for them. The module may be sharded: its config alone is used, and
+    its weights if nobody brings others."""
+
+    engine: ClassVar[str]
+
+    def __init__(self, config: RolloutConfig, module: nn.Module, device: torch.device) -> None:
+        name = self.engine
+        if config.engine_python is None:
+            _require(name)
+        dtype = sampling_dtype(module, config.dtype, device)
+        folder = own_folder("caldera-model", Path(tempfile.gettempdir()))
+        _write_config(module, folder)
+        adapter = _adapter(name, config, module, device)
+        ranks = EngineRanks.join(config.tensor_model_parallel_size, device)
+        arguments = engine_arguments(name, config, str(folder), _devices(device, ranks), adapter)
+        arguments["dtype"] = str(dtype).removeprefix("torch.")
+        engines: list[SteppedEngine] = []
+        if ranks is None or ranks.leads:
+            with told_of_merging(None if adapter is None else name):
+                engines = _start(name, config, arguments, device, ranks)
+        adapters = None if adapter is None else AdapterFolders(name, adapter)
+        weights = _weights(config, dtype, device, engines, adapters, ranks)
+        super().__init__(name, config, module, device, engines, weights, dtype, folder, ranks)
+
+
 @ROLLOUTS.register("vllm")
-def build_vllm(config: RolloutConfig, module: nn.Module, device: torch.device) -> EngineRollout:
-    """Samples with vLLM. The module may be sharded: its config alone is used, and its weights if
-    nobody brings others."""
-    return _build("vllm", config, module, device)
+class VllmRollout(_ConfiguredEngine):
+    """Samples with vLLM."""
+
+    engine = "vllm"
 
 
 @ROLLOUTS.register("sglang")
-def build_sglang(config: RolloutConfig, module: nn.Module, device: torch.device) -> EngineRollout:
-    """Samples with SGLang, in the same way."""
-    return _build("sglang", config, module, device)
+class SglangRollout(_ConfiguredEngine):
+    """Samples with SGLang."""
+
+    engine = "sglang"
 
 
-def _build(
-    name: str, config: RolloutConfig, module: nn.Module, device: torch.device
-) -> EngineRollout:
-    if config.engine_python is None:
-        _require(name)
-    dtype = sampling_dtype(module, config.dtype, device)
-    folder = own_folder("caldera-model", Path(tempfile.gettempdir()))
-    _write_config(module, folder)
-    adapter = _adapter(name, config, module, device)
-    arguments = engine_arguments(name, config, str(folder), device, adapter)
-    arguments["dtype"] = str(dtype).removeprefix("torch.")
-    with told_of_merging(None if adapter is None else name):
-        engines = _start(name, config, arguments, device)
-    adapters = None if adapter is None else AdapterFolders(name, adapter)
-    weights = _weights(config, dtype, device, engines, adapters)
-    return EngineRollout(name, config, module, device, engines, weights, dtype, folder)
+def _devices(device: torch.device, ranks: EngineRanks | None) -> int | None:
+    """How many GPUs an engine can have; None: it runs on the CPU."""
+    if device.type == "cpu":
+        return None
+    return torch.cuda.device_count() if ranks is None else len(ranks.devices)
 
 
 def _start(
-    name: str, config: RolloutConfig, arguments: dict[str, Any], device: torch.device
-) -> list[SteppedEngine]:
+    name: str, config: RolloutConfig, arguments: dict[str, Any], device: torch.device,
+    ranks: EngineRanks | None,
+) -> list[SteppedEngine]:  # fmt: skip
     environment = engine_environment(name, config, device)
     python = config.engine_python
-    if python is None and name == "vllm" and config.data_parallel_size == 1:
+    alone = ranks is None and config.data_parallel_size == 1
+    if python is None and name == "vllm" and alone:
         os.environ.update({key: os.environ.get(key, value) for key, value in environment.items()})
         return [_in_this_process(arguments)]
     # SGLang, when it is shut down, ends every child of the process that it is in.
     path = sys.executable if python is None else os.path.expanduser(python)
     rank = int(os.environ.get("RANK", "0"))
 
+    devices = [] if ranks is None else ranks.devices
+
     def start(replica: int) -> SteppedEngine:
-        return EngineProcess(path, name, reseeded(name, arguments, rank, replica), environment)
+        seeded = reseeded(name, arguments, rank, replica)
+        return EngineProcess(path, name, seeded, environment, devices)
 
     # vLLM measures free memory while it starts: on a GPU each waits for the one before.
     at_once = 1 if device.type == "cuda" else config.data_parallel_size
@@ -114,15 +136,16 @@ def _adapter(
 
 def _weights(
     config: RolloutConfig, dtype: torch.dtype, device: torch.device,
-    engines: list[SteppedEngine], adapters: AdapterFolders | None,
+    engines: list[SteppedEngine], adapters: AdapterFolders | None, ranks: EngineRanks | None,
 ) -> EngineWeights:  # fmt: skip
     bucket = config.checkpoint_engine.update_weights_bucket_megabytes * MEGABYTE
     # What a handle of memory looks like is between two of the same torch.
     builds = {each.torch_version if isinstance(each, EngineProcess) else "" for each in engines}
-    shares_gpu = device.type == "cuda" and builds == {str(torch.__version__)}
+    shares_gpu = device.type == "cuda" and builds == {str(torch.__version__)} and ranks is None
+    files = WeightFiles if engines else NoFiles
     return EngineWeights(
         len(engines),
-        WeightFiles(dtype, bucket),
+        files(dtype, bucket),
         adapters,
         CudaBuckets(dtype, bucket, device) if shares_gpu else None,
     )

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from caldera.errors import RolloutError
-from caldera.rollout.engines.folders import own_folder
 from caldera.rollout.engines.host.caldera_engine.base import SteppedEngine
 from caldera.rollout.engines.host.caldera_engine.buckets import (
     ALIGNMENT,
@@ -21,6 +20,7 @@ from caldera.rollout.engines.host.caldera_engine.buckets import (
     checksum,
     map_file,
 )
+from caldera.storage.folders import own_folder
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -66,6 +66,14 @@ class WeightFiles:
         return {
             "path": str(path), "bytes": size, "checksum": checksum(memory), "entries": entries,
         }  # fmt: skip
+
+
+class NoFiles(WeightFiles):
+    """Of a rank whose engine is another's: weights that ranks gather together pass by."""
+
+    def write(self, stream: NamedWeights) -> None:
+        for _ in stream:
+            pass
 
 
 def in_buckets(

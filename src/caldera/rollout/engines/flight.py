@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from caldera.errors import RolloutError
-from caldera.models.seeds import derive_seed
 from caldera.rollout.base import (
     Completion,
     Decode,
@@ -14,6 +13,7 @@ from caldera.rollout.base import (
 )
 from caldera.rollout.engines.host.caldera_engine.base import Event
 from caldera.rollout.stops import completes_a_stop
+from caldera.seeds import derive_seed
 
 NOWHERE = -1
 ENDS: dict[str | None, FinishReason | None] = {None: None, "stop": "stop", "length": "length"}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from caldera.errors import ConfigError, UnsupportedError
-from caldera.models.seeds import derive_seed
 from caldera.rollout.base import SamplingParams
+from caldera.seeds import derive_seed
 
 if TYPE_CHECKING:
     from caldera.config import RolloutConfig
@@ -31,19 +33,22 @@ Arguments = dict[str, Any]
 
 
 def engine_arguments(
-    name: str, config: RolloutConfig, model: str, device: torch.device,
+    name: str, config: RolloutConfig, model: str, gpus: int | None,
     adapter: AdapterShape | None = None,
 ) -> Arguments:  # fmt: skip
-    """Everything that an engine is started with; `engine_kwargs` comes last, and wins."""
+    """Everything that an engine is started with; `engine_kwargs` comes last, and wins.
+
+    `gpus` are those that it can have; None: it runs on the CPU.
+    """
     tensor_parallel = config.tensor_model_parallel_size
-    if device.type == "cuda" and tensor_parallel > torch.cuda.device_count():
+    if gpus is not None and tensor_parallel > gpus:
         raise UnsupportedError(
-            f"{KEY}.tensor_model_parallel_size={tensor_parallel}: this worker has "
-            f"{torch.cuda.device_count()} GPU, and its engine has no others"
+            f"{KEY}.tensor_model_parallel_size={tensor_parallel}: this process sees {gpus} GPU; "
+            "takes as many processes (trainer.n_gpus_per_node) as an engine has GPUs, or 1"
         )
     given = config.engine_kwargs.get(name) or {}
     chosen = {key: value for key, value in given.items() if value is not None}
-    arguments = BUILDERS[name](config, model, device.type == "cpu")
+    arguments = BUILDERS[name](config, model, gpus is None)
     if adapter is not None:
         arguments |= _of_adapter(name, adapter)
     fixed = {"model", "model_path", "dtype", "load_format", "skip_tokenizer_init"}
@@ -164,6 +169,11 @@ def engine_environment(name: str, config: RolloutConfig, device: torch.device) -
     }
     if device.type == "cpu":
         found["SGLANG_USE_CPU_ENGINE"] = "1"
+        if config.tensor_model_parallel_size > 1:
+            # One core a rank; without this SGLang wants a NUMA node for each.
+            cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+            bound = itertools.islice(cores, config.tensor_model_parallel_size)
+            found["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, bound))
     return found
 
 

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +17,7 @@ from caldera.rollout.engines.host.caldera_engine.base import Event
 from caldera.rollout.engines.host.caldera_engine.buckets import Adapter, Bucket
 from caldera.rollout.engines.host.caldera_engine.frames import Frames, Message
 from caldera.rollout.engines.options import reseeded
+from caldera.rollout.engines.ranks import VISIBLE_DEVICES
 
 OF_THIS_PROCESS = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -35,13 +36,16 @@ class EngineProcess:
     """The methods of `SteppedEngine`, carried out over there. Any may raise EngineDied."""
 
     def __init__(
-        self, python: str, name: str, arguments: dict[str, Any], environment: dict[str, str]
-    ) -> None:
-        """`environment` is added to that of this process, unless it is set there."""
+        self, python: str, name: str, arguments: dict[str, Any], environment: dict[str, str],
+        gpus: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """`environment` is added to that of this process, unless it is set there; `gpus` are those
+        that the engine sees, if not the ones that this process does."""
         self._command = [python, "-m", "caldera_engine"]
         self._name = name
         self._arguments = arguments
         self._environment = environment
+        self._gpus = {VISIBLE_DEVICES: ",".join(gpus)} if gpus else {}
         self._told = f"actor_rollout_ref.rollout.engine_python={python!r} ({name})"
         self._starts = 0
         self.torch_version = ""
@@ -173,7 +177,7 @@ class EngineProcess:
     def _environ(self) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if key not in OF_THIS_PROCESS}
         path = str(Path(next(iter(host_path))).resolve())
-        return {**self._environment, **kept, "PYTHONPATH": path}
+        return {**self._environment, **kept, **self._gpus, "PYTHONPATH": path}
 
 
 def _end(process: subprocess.Popen[bytes], frames: Frames, log: IO[bytes]) -> None:

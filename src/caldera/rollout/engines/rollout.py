@@ -29,6 +29,7 @@ from caldera.rollout.engines.host.caldera_engine.base import Event, SteppedEngin
 from caldera.rollout.engines.options import check_params, params_as_message
 from caldera.rollout.engines.probe import Probe, probe_module
 from caldera.rollout.engines.process import EngineDied, EngineProcess
+from caldera.rollout.engines.ranks import EngineRanks
 from caldera.rollout.engines.router import StickyRouter
 from caldera.rollout.engines.weights import EngineWeights, ModuleWeights, WeightSource
 
@@ -49,19 +50,23 @@ class EngineRollout(StepwiseRollout):
     on a probe.
     """
 
-    samples_from_module = False
+    owns_weights = True
+    checks_weights = True
 
     def __init__(
         self, name: str, config: RolloutConfig, module: nn.Module, device: torch.device,
         engines: Sequence[SteppedEngine], weights: EngineWeights, dtype: torch.dtype,
-        folder: Path | None = None,
+        folder: Path | None = None, ranks: EngineRanks | None = None,
     ) -> None:  # fmt: skip
-        """`folder` is what the engines were started from; it is removed with them."""
+        """`folder` is what the engines were started from; it is removed with them. Of `ranks` that
+        share engines the first has them; the others have none and only gather weights with it."""
         super().__init__(config, module, device)
         if folder is not None:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._folder = folder
         self._name = name
+        self._ranks = ranks
+        self.leads = ranks is None or ranks.leads
         self._engines = list(engines)
         self._weights = weights
         self._dtype = dtype
@@ -75,8 +80,6 @@ class EngineRollout(StepwiseRollout):
         self._grounded: dict[int, Flight] = {}  # those that no engine has
         self._in_engine: dict[int, Flight] = {}  # by the number that the engine knows
         self._failures: dict[int, CalderaError] = {}
-        self.trainer_dtype = torch.float32
-        """Precision in which the trainer computes log-probs."""
         self.restarts = 0
         """How often an engine was started anew. Its requests went on, all that can: see
         `Flight.land`."""
@@ -99,6 +102,11 @@ class EngineRollout(StepwiseRollout):
         self._withdraw()
         self._weights.take(source)
         self._probe, self.version = None, version
+
+    def synchronize(self) -> None:
+        """An engine wakes up on the GPUs of all its ranks once their models are offloaded."""
+        if self._ranks is not None:
+            self._ranks.wait()
 
     def expect(self, probe: Probe) -> None:
         """What an engine with the newest weights must say."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from caldera.errors import RolloutError, UnsupportedError
+from caldera.heap import trim_heap
 from caldera.rollout.native.blocks import PAGE_SIZE
 
 CPU_CACHE_BYTES = 2 * 1024**3
@@ -102,8 +101,7 @@ def give_back_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return
-    with suppress(OSError, AttributeError):  # C libraries other than glibc do it by themselves
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_heap()
 
 
 def affordable_pages(

@@ -36,6 +36,7 @@ class TensorParallelRollout(NativeRollout):
         self._check_recording(config, device)
         self._shard = shard_module(module, team.group, device)
         super().__init__(config, module, device)
+        self.leads = team.leads
 
     @classmethod
     def join(
@@ -43,10 +44,6 @@ class TensorParallelRollout(NativeRollout):
     ) -> TensorParallelRollout:
         """This rank's sampler; every rank of the run must come here."""
         return cls(config, module, device, Team.join(config.tensor_model_parallel_size, timeout_s))
-
-    @property
-    def leads(self) -> bool:
-        return self._team.leads
 
     def leading(self) -> AbstractContextManager[None]:
         """To be entered around all sampling of a phase; then the others are let go."""
