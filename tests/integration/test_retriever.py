@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from caldera.errors import ConfigError
 from caldera.search_agent.retriever import (
     BuildOptions,
     Hit,
@@ -104,7 +105,7 @@ def test_a_service_answers_in_the_format_of_search_r1(index: Path) -> None:
         for body, said in (
             ({"queries": "capital"}, "'queries' must be a list"),
             ({"queries": ["a"], "topk": 0}, "'topk' must be a whole number"),
-            ([], "must be an object"),
+            ([], "must be a JSON object"),
         ):
             refused = client.post(url, json=body)
             assert refused.status_code == 422
@@ -112,6 +113,51 @@ def test_a_service_answers_in_the_format_of_search_r1(index: Path) -> None:
         assert client.post(url.replace("/retrieve", "/search"), json={}).status_code == 404
         for body in (b"no JSON", b"[" * 100_000):
             assert client.post(url, content=body).status_code == 422
+
+
+def ask(url: str, queries: list[str], topk: int) -> tuple[int, str]:
+    answered = httpx2.post(url, json={"queries": queries, "topk": topk})
+    return answered.status_code, answered.text
+
+
+@contextmanager
+def serving(server: RetrieverServer) -> Iterator[str]:
+    with server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server.url
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_request_for_too_many_passages_is_refused(index: Path) -> None:
+    with serving(RetrieverServer(Index(index), "127.0.0.1", 0)) as url:
+        status, told = ask(url, ["capital"] * 1000, 1000)
+        assert status == 422
+        assert "1000 queries with topk=1000 ask for 1000000 passages" in told
+        assert "a request may ask for 32768 (--max-passages)" in told
+        assert ask(url, [f"capital of {n}" for n in range(512)], 10)[0] == 200
+    with serving(RetrieverServer(Index(index), "127.0.0.1", 0, max_passages=3)) as url:
+        assert ask(url, ["capital"], 3)[0] == 200
+        assert ask(url, ["capital"], 4)[0] == 422
+    with pytest.raises(ConfigError, match=r"--max-passages=2 must be at least --topk=3"):
+        RetrieverServer(Index(index), "127.0.0.1", 0, max_passages=2)
+    with pytest.raises(ConfigError, match=r"--max-answer-mb=0 must be at least 1"):
+        RetrieverServer(Index(index), "127.0.0.1", 0, max_answer_mb=0)
+
+
+def test_an_answer_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    row = {"id": "1", "contents": "Rome " + "x" * 600_000}
+    (tmp_path / "corpus").write_text(f"{json.dumps(row)}\n")
+    build_index([tmp_path / "corpus"], tmp_path / "index", BuildOptions())
+    server = RetrieverServer(Index(tmp_path / "index"), "127.0.0.1", 0, max_answer_mb=1)
+    with serving(server) as url:
+        assert ask(url, ["Rome"], 1)[0] == 200
+        status, told = ask(url, ["Rome", "Rome"], 1)
+        assert status == 422
+        assert "have 1200010 characters: an answer may have 1048576 (--max-answer-mb)" in told
 
 
 def test_a_search_that_fails_is_no_fault_of_the_request(index: Path) -> None:

@@ -1,6 +1,6 @@
 """An HTTP server in a thread; the one place that imports starlette and uvicorn.
 
-What a client that goes away has asked for is cancelled.
+What a client that goes away has asked for is cancelled, and one that is too slow is dropped.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from caldera.errors import ConfigError, WorkerError
 from caldera.installation import install_command
+from caldera.web import limits
 
 if TYPE_CHECKING:
     from starlette.requests import Request as StarletteRequest
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_REQUEST_BYTES = 32 * 2**20
 SECONDS_TO_START = 30.0
 SECONDS_TO_END = 5.0
 CLIENT_IS_GONE = 499
@@ -120,6 +120,8 @@ def _make_server(handle: Handler) -> Any:
         import uvicorn
         from starlette.requests import Request as StarletteRequest
         from starlette.responses import Response
+
+        from caldera.serving.patience import PatientProtocol
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"a server needs {error.name}, which is not installed: {install_command('serve')}"
@@ -152,7 +154,7 @@ def _make_server(handle: Handler) -> Any:
         await response(scope, receive, send)
 
     config = uvicorn.Config(
-        app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
+        app, http=PatientProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
         timeout_graceful_shutdown=int(SECONDS_TO_END),
     )  # fmt: skip
     return uvicorn.Server(config)
@@ -175,16 +177,19 @@ async def _read(request: StarletteRequest) -> Request | Reply:
     """The request with its body, or what there is to say if it cannot be had."""
     from starlette.requests import ClientDisconnect
 
+    most = limits.MAX_REQUEST_BYTES
+    declared = int(request.headers.get("content-length", 0))  # h11 has seen that it is a number
+    if declared > most:
+        return error_reply(413, limits.too_large(declared, most))
     chunks, size = [], 0
     try:
         async for chunk in request.stream():
+            chunks.append(chunk)
             size += len(chunk)
-            if size <= MAX_REQUEST_BYTES:
-                chunks.append(chunk)  # the rest is dropped: who still sends reads no answer
+            if size > most:
+                return error_reply(413, limits.too_large(None, most))
     except ClientDisconnect:
         return Reply(CLIENT_IS_GONE, b"")
-    if size > MAX_REQUEST_BYTES:
-        return error_reply(413, f"a request may have {MAX_REQUEST_BYTES} bytes, not {size}")
     query = request.scope["query_string"]
     path = request.scope["raw_path"] + (b"?" + query if query else b"")
     return Request(request.method, path.decode("ascii"), b"".join(chunks), dict(request.headers))

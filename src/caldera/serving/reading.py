@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from caldera.errors import DataError
-from caldera.models.seeds import derive_seed
 from caldera.rollout import Request, SamplingParams
+from caldera.seeds import derive_seed
 from caldera.serving.chat_model import ChatModel
+from caldera.web import read_object
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PATHS = (CHAT, TEXT)
@@ -90,13 +90,7 @@ class Asked:
 
 def read_fields(path: str, body: bytes) -> Fields:
     """The fields of a request, none of which is unknown; those that are null are left out."""
-    try:
-        request = json.loads(body)
-        json.dumps(request, ensure_ascii=False).encode()  # half a character is no text
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"the request is not JSON: {error}") from error
-    if not isinstance(request, dict):
-        raise DataError("the request must be a JSON object")
+    request = read_object(body)
     fields = {name: value for name, value in request.items() if value is not None}
     neutral = NEUTRAL[path]
     for name, value in fields.items():
@@ -223,7 +217,7 @@ def _params(fields: Fields, tokens: Sequence[int], model: ChatModel, ranks: int)
         frequency_penalty=_number(fields, "frequency_penalty", usual.frequency_penalty),
         stop_token_ids=model.stop_tokens | _stop_tokens(fields, model, ignores_eos),
         ignore_eos=ignores_eos,
-        stop=_stops(fields) or usual.stop,
+        stop=tuple(dict.fromkeys((*usual.stop, *_stops(fields)))),
         logprobs=ranks,
     )
 

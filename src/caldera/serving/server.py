@@ -24,8 +24,8 @@ from urllib.parse import unquote
 
 import caldera.tools.formats  # noqa: F401 -- registers them
 from caldera.errors import CalderaError, DataError, RolloutError
-from caldera.models.seeds import derive_seed
 from caldera.rollout import AsyncSampler
+from caldera.seeds import derive_seed
 from caldera.serving.answering import Answer
 from caldera.serving.chat_model import ChatModel
 from caldera.serving.conversations import Chat, ChatPrompts, Sampled, read_chat

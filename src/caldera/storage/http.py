@@ -18,11 +18,16 @@ from urllib.request import Request, urlopen
 from fsspec import AbstractFileSystem
 from fsspec.callbacks import DEFAULT_CALLBACK
 
+from caldera.storage.paths import shown_url
+
 PROTOCOLS = ("http", "https")
 SILENCE_S = 60.0
 """How long a server may say nothing."""
 BLOCK = 1 << 20
 MISSING = (404, 410)
+MOST_BYTES_OF_A_PAGE = 64 * 2**20
+MOST_LEVELS = 64
+"""Folders in folders: a server may claim to have them without end."""
 
 
 class HttpFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -46,10 +51,24 @@ class HttpFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no type
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         with _answer(path, "GET") as answer:
-            page = answer.read().decode("utf-8", errors="replace")
+            content = answer.read(MOST_BYTES_OF_A_PAGE + 1)
             base = answer.geturl()
+        if len(content) > MOST_BYTES_OF_A_PAGE or urlsplit(base).path.count("/") > MOST_LEVELS:
+            raise OSError(
+                f"the listing {shown_url(base)} is refused: it may have {MOST_BYTES_OF_A_PAGE} "
+                f"bytes, and {MOST_LEVELS} folders above it"
+            )
+        page = content.decode("utf-8", errors="replace")
         names = [f"{path.rstrip('/')}/{name}" for name in _children(base, page)]
         return [self.info(name) for name in names] if detail else names
+
+    def find(self, path: str, *args: Any, **kwargs: Any) -> dict[str, dict[str, Any]]:
+        """Every file below a folder. fsspec's own leaves out what cannot be listed."""
+        found: dict[str, dict[str, Any]] = {}
+        for info in self.ls(path):
+            is_folder = info["type"] == "directory"
+            found |= self.find(info["name"]) if is_folder else {info["name"]: info}
+        return found
 
     def get_file(
         self, rpath: str, lpath: str, callback: Any = DEFAULT_CALLBACK, **kwargs: Any

@@ -40,7 +40,7 @@ def locked_folder(folder: Path, told: str) -> Iterator[None]:
     with this process, however that ends.
     """
     is_made_here = not folder.exists()
-    held = _lock(folder, told)
+    held = _lock(folder / LOCK, told)
     _held.add(held)
     try:
         yield
@@ -50,6 +50,21 @@ def locked_folder(folder: Path, told: str) -> Iterator[None]:
         if is_made_here:
             with suppress(OSError):  # it is in use, as it should be
                 folder.rmdir()
+        _held.remove(held)
+        os.close(held)
+
+
+@contextmanager
+def locked_file(path: Path, told: str) -> Iterator[None]:
+    """The same for one file, which need not be there; its lock is `.NAME.lock` beside it."""
+    lock = path.with_name(f".{path.name}{LOCK}")
+    held = _lock(lock, told)
+    _held.add(held)
+    try:
+        yield
+    finally:
+        if _is_still(held, lock):
+            lock.unlink()
         _held.remove(held)
         os.close(held)
 
@@ -72,8 +87,7 @@ def remove_locked(folder: Path) -> None:
         folder.rmdir()
 
 
-def _lock(folder: Path, told: str) -> int:
-    file = folder / LOCK
+def _lock(file: Path, told: str) -> int:
     while True:
         held = _opened(file, told)
         if held is None:  # whoever had the lock has removed the folder in between

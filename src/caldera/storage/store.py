@@ -6,7 +6,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from posixpath import normpath
 from typing import Any
 from urllib.parse import unquote
 
@@ -16,6 +17,7 @@ from fsspec.registry import known_implementations
 from caldera.errors import ConfigError
 from caldera.storage.http import PROTOCOLS as HTTP
 from caldera.storage.http import HttpFiles
+from caldera.storage.names import check_name, check_names
 from caldera.storage.paths import shown_url
 from caldera.storage.transfer import CountedFile, Transfer, reason_of
 
@@ -63,7 +65,10 @@ class Store:
         """The last part of the URL; of one that is made of several, the last part of the first."""
         first = next(part for part in self.url.split("::") if "://" in part)
         last = unquote(first.partition("?")[0].rstrip("/").rpartition("/")[2])
-        return last if last.strip(".") else "files"
+        try:
+            return check_name(last.replace("/", ""), "the URL")
+        except OSError:
+            return "files"
 
     @property
     def is_read_only(self) -> bool:
@@ -77,17 +82,20 @@ class Store:
             info = system.info(path)
             if info["type"] != "directory":
                 return [_stored("", path, info)]
-            found = system.find(path, detail=True)
+            listed = system.find(path, detail=True)
+            # An object store may keep an empty object in place of a folder.
+            found = {file: each for file, each in listed.items() if not file.endswith("/")}
             if not found:
                 raise FileNotFoundError(path)
-            return [_stored(self._below(path, file), file, each) for file, each in found.items()]
+            return self._listed(path, found)
 
     def folders(self) -> list[str]:
         """The names directly below the URL; none if there is nothing there."""
         with _as_os_error(), suppress(FileNotFoundError):
             system, path = self._open()
             system.invalidate_cache()
-            return [str(child).rstrip("/").rpartition("/")[2] for child in system.ls(path, False)]
+            children = [str(child).rstrip("/") for child in system.ls(path, False)]
+            return [check_name(child.rpartition("/")[2], self._shown) for child in children]
         return []
 
     def exists(self, name: str) -> bool:
@@ -164,12 +172,34 @@ class Store:
             raise ConfigError(f"{self.told}: {reason_of(error)}") from error
         return system, f"{path.rstrip('/')}/{name}" if name else path
 
-    def _below(self, root: str, path: str) -> str:
-        name = path.removeprefix(root).lstrip("/")
-        name = unquote(name) if self._protocol in HTTP else name
-        if not path.startswith(root) or ".." in PurePosixPath(name).parts or not name:
-            raise OSError(f"{path} does not lie below {root}")
-        return name
+    def _listed(self, root: str, found: dict[str, dict[str, Any]]) -> list[StoredFile]:
+        """What a store says it has below a path. Whoever runs the store may be anyone, and the
+        names become paths of this machine: every listing goes through here."""
+        files = []
+        for path, info in found.items():
+            name = path.removeprefix(root).lstrip("/")
+            name = unquote(name) if self._protocol in HTTP else name
+            if not path.startswith(root):
+                raise OSError(f"{path} does not lie below {root}")
+            self._check_link(name, info)
+            files.append(_stored(name, path, info))
+        check_names((file.name for file in files), self._shown)
+        return files
+
+    def _check_link(self, name: str, info: dict[str, Any]) -> None:
+        """A link may name what lies beside it: nothing else of the machine that follows it."""
+        if not (info.get("islink") or info.get("type") == "link" or info.get("linkname")):
+            return
+        target = info.get("destination") or info.get("linkname") or ".."
+        target = target.decode(errors="replace") if isinstance(target, bytes) else str(target)
+        below = normpath(f"{name.rpartition('/')[0] or '.'}/{target}")
+        if target.startswith("/") or below.split("/")[0] == "..":
+            told = f"{self._shown} has a link, {name!r}, to what is not in it: {target!r}"
+            raise PermissionError(told)
+
+    @property
+    def _shown(self) -> str:
+        return shown_url(self.url)
 
     def _hint(self) -> str:
         said = known_implementations.get(self._protocol, {}).get("err")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from caldera.data.files import is_null
 from caldera.reward_score.gsm8k import compute_score
 from caldera.tools.base import BaseTool, ToolResponse, read_options
 from caldera.tools.schemas import OpenAIFunctionToolSchema
@@ -56,7 +57,7 @@ class Gsm8kTool(BaseTool):
     ) -> tuple[str, ToolResponse]:
         instance, response = await super().create(instance_id, **kwargs)
         truth = (kwargs.get("create_kwargs") or kwargs).get("ground_truth")
-        if truth is None:
+        if is_null(truth):
             raise ValueError(f"the row has no tools_kwargs.{self.name}.create_kwargs.ground_truth")
         self._instances[instance] = (str(truth), "")
         return instance, response

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from caldera.errors import ConfigError
+from caldera.http_client import Retries
 from caldera.tools.base import BaseTool, ToolResponse
 from caldera.tools.parsing import FunctionCall
 from caldera.tools.schemas import fit_arguments
@@ -142,18 +143,13 @@ class ToolRunner:
     async def _attempts(
         self, tool: BaseTool, arguments: dict[str, Any], state: ToolState
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        pause = FIRST_PAUSE_SECONDS
-        for attempts_left in reversed(range(tool.limits.attempts)):
-            try:
-                async with AsyncExitStack() as stack:
-                    await self._gates[tool.name].enter(stack)
-                    return await _within(tool, arguments, state)
-            except RETRIED:
-                if not attempts_left:
-                    raise
-            await asyncio.sleep(pause)
-            pause *= 2
-        raise AssertionError("the last attempt returns or raises")
+        async def attempt() -> tuple[ToolResponse, float | None, dict[str, Any]]:
+            async with AsyncExitStack() as stack:
+                await self._gates[tool.name].enter(stack)
+                return await _within(tool, arguments, state)
+
+        retries = Retries(tool.limits.attempts, FIRST_PAUSE_SECONDS)
+        return await retries.run_async(attempt, RETRIED)
 
     # ------------------------------------------------------------------ what is told
 

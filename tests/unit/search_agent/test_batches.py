@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -79,3 +81,29 @@ def test_a_failure_is_told_and_not_kept(index: SlowIndex, search: BatchedSearch)
             search.search(["broken"], 1)
     assert index.searched == [["broken"], ["broken"]]
     assert one(search, "a")[0] == "a"
+
+
+def test_long_answers_take_the_place_of_several(index: SlowIndex, search: BatchedSearch) -> None:
+    index.go.set()
+    one(search, "a", topk=20)
+    one(search, "b", topk=10)  # 30 passages are what three usual answers have
+    one(search, "a", topk=20)
+    assert search.cache_hits == 1
+    one(search, "c", topk=11)  # b, the oldest, is not enough
+    assert list(search._cache) == [("c", 11)]
+    one(search, "d", topk=31)
+    assert not search._cache
+
+
+def test_an_answer_that_is_not_kept_is_held_by_nothing(index: SlowIndex) -> None:
+    index.go.set()
+    search = BatchedSearch(cast(Index, index), cache_size=0)
+    ((hit,),) = search.search(["a"], 1)
+    held = weakref.ref(hit)
+    del hit
+    deadline = time.monotonic() + 10
+    while held() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)  # the thread that searched has to come to its next question
+    is_held = held() is not None
+    search.close()
+    assert not is_held

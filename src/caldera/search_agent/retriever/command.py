@@ -11,7 +11,7 @@ from rich.console import Console
 from caldera.errors import ConfigError
 from caldera.search_agent.retriever.building import BuildOptions, add_passages, build_index
 from caldera.search_agent.retriever.index import METHODS, Index
-from caldera.search_agent.retriever.server import RetrieverServer
+from caldera.search_agent.retriever.server import MAX_ANSWER_MB, MAX_PASSAGES, RetrieverServer
 
 __all__ = ["RetrieverCommand"]
 
@@ -43,7 +43,13 @@ def _build(options: argparse.Namespace) -> None:
 def _serve(options: argparse.Namespace) -> None:
     index = Index(options.index, options.method, options.device)
     with RetrieverServer(
-        index, options.host, options.port, options.topk, options.cache_size
+        index,
+        options.host,
+        options.port,
+        options.topk,
+        options.cache_size,
+        max_passages=options.max_passages,
+        max_answer_mb=options.max_answer_mb,
     ) as server:
         _say(
             f"{server.url}: {len(index.passages)} passages, searched by {index.method}. "
@@ -79,6 +85,14 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--method", choices=METHODS, help="of a hybrid index, another (hybrid)")
     serve.add_argument("--topk", type=int, default=3, help="passages a query gets (3)")
     serve.add_argument("--cache-size", type=int, default=10_000, help="answers kept (10000)")
+    serve.add_argument(
+        "--max-passages", type=int, default=MAX_PASSAGES,
+        help=f"queries times topk of one request, at most ({MAX_PASSAGES})",
+    )  # fmt: skip
+    serve.add_argument(
+        "--max-answer-mb", type=int, default=MAX_ANSWER_MB,
+        help=f"text in one answer, at most ({MAX_ANSWER_MB})",
+    )  # fmt: skip
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     serve.add_argument("--port", type=int, default=8000, help="port to listen on (8000)")
     serve.add_argument("--device", default="cpu", help="where the encoder runs (cpu)")
