@@ -36,7 +36,7 @@ from caldera.rollout.native.engine import NativeRollout
 from caldera.trainer.planning.memory import Held, Pass, inference, training
 from caldera.trainer.planning.sampling import Sampler, sampling
 from caldera.trainer.planning.shapes import ModelShape
-from caldera.workers.sharding_manager import ShardingManager
+from caldera.workers.weight_sync import WeightSync
 
 SHAPES = {
     "0.5B": (896, 4864, 24, 14, 2, 151936),
@@ -118,7 +118,7 @@ class Step:
             dtype="bfloat16", gpu_memory_utilization=0.9, max_model_len=case.length
         )
         self.sampler = NativeRollout(rollout, own, case.device)
-        self.meeting = ShardingManager(self.engine, self.sampler, free_cache=True)
+        self.meeting = WeightSync(self.engine, self.sampler, free_cache=True)
         self.peaks: dict[str, int] = {}
 
     def run(self) -> None:

@@ -37,7 +37,7 @@ from caldera.rollout.base import Completion, Request, SamplingParams
 from caldera.rollout.batch import completions_to_batch
 from caldera.rollout.native.blocks import PAGE_SIZE
 from caldera.rollout.native.cuda.mail import LETTERS
-from caldera.workers.sharding_manager import ShardingManager
+from caldera.workers.weight_sync import WeightSync
 
 CUDA = torch.device("cuda")
 SHAPES = {"0.5B": (896, 4864, 24, 14, 2, 151936), "tiny": (128, 512, 4, 4, 2, 4096)}
@@ -205,7 +205,7 @@ def tell_steps(native: Any) -> None:
 def tell_hand_over(module: nn.Module, vocabulary: int) -> None:
     gc.collect()  # what the samplers before it held
     engine, native = engine_of(module), sampler_of("native", module)
-    meeting = ShardingManager(engine, native, free_cache=True)
+    meeting = WeightSync(engine, native, free_cache=True)
     work = requests([2] * 2, vocabulary)
     plan = ForwardPlan(("log_probs",), False, 2, None)
     held = torch.cuda.memory_allocated()

@@ -262,7 +262,8 @@ def sandbox_parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
     serve = actions.add_parser(
         "serve", help="answer Sandbox Fusion's requests: POST /run_code",
-        description="Answer Sandbox Fusion's requests (POST /run_code) until Ctrl-C or SIGTERM.",
+        description="Answer Sandbox Fusion's requests (POST /run_code), and say whether tests pass "
+        "(POST /check), until Ctrl-C or SIGTERM.",
     )  # fmt: skip
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     serve.add_argument("--port", type=int, default=8080, help="port to listen on (8080)")

@@ -90,7 +90,7 @@ class WorkerError(CalderaError, RuntimeError):
     """A worker in another process that raised, died or fell silent."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that a mistyped one most likely meant, or None."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
+    """The known name that a mistyped one most likely meant, at least so alike, or None."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
     return matches[0] if matches else None

@@ -11,8 +11,8 @@ from urllib.request import url2pathname
 
 __all__ = ["checkout", "install_command"]
 
-SOURCES = Path(__file__).parents[1]
-"""The folder that holds the package: in a checkout, that of the repository."""
+SOURCES = Path(__file__).parents[2]
+"""In a checkout, the repository: the package is in its folder `src`."""
 CONSTRAINTS = "constraints.txt"
 
 

@@ -18,7 +18,7 @@ from caldera.agent_loop.output import COLUMN
 from caldera.config import load_config
 from caldera.protocol import DataProto, tensors_of
 from caldera.tracking.dumps import read_jsonl
-from caldera.trainer.ppo.groups import make_groups_for
+from caldera.trainer.groups import make_groups_for
 from caldera.trainer.ppo.setup import TaskRunner, settle
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<|user|>", "<|tool|>", "<|assistant|>"]
@@ -182,7 +182,7 @@ def test_a_model_learns_to_call_the_calculator(task: Path, tmp_path: Path) -> No
     settle(config, 0)
     trainer = TaskRunner(make_groups_for(config)).build(config)
     rates, rewards = [], []
-    update = trainer._update
+    update = trainer.update
 
     def watched(batch: DataProto, *rest: Any) -> None:
         check_masks(batch, trainer.tokenizer)
@@ -191,7 +191,7 @@ def test_a_model_learns_to_call_the_calculator(task: Path, tmp_path: Path) -> No
         rewards.append(float(tensors_of(batch)["token_level_scores"].sum(-1).mean()))
         update(batch, *rest)
 
-    trainer._update = watched  # type: ignore[method-assign]
+    trainer.update = watched  # type: ignore[method-assign]
     try:
         trainer.init_workers()
         trainer.fit()

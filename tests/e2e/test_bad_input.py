@@ -125,6 +125,54 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         ["trainer.resume_from_path", "global_step_7"],
     ),
 }
+# Of these, all that the message needs is in the configuration, the data and the reward function.
+BEFORE_A_MODEL_IS_LOADED = {
+    **{
+        name: MISTAKES[name]
+        for name in (
+            "missing source column",
+            "missing ground truth",
+            "missing ground truth of validation",
+            "data source without scorer",
+            "prompt too long",
+            "missing scorer",
+            "scorer with other arguments",
+            "checkpoint that is not there",
+        )
+    },
+    "data source of validation without scorer": (
+        "data.val_files={here}/unknown_source.parquet",
+        ["data.val_files", "unknown_source.parquet", "'nobody/knows'", "custom_reward_function"],
+    ),
+    "unknown agent loop": (
+        "data.train_files={here}/unknown_agent.parquet",
+        ["'tool_agnt'", "agent_name", "did you mean 'tool_agent'?"],
+    ),
+    "unknown reward manager": (
+        "reward_model.reward_manager=nave",
+        ["reward_model.reward_manager", "'nave'", "did you mean 'naive'?"],
+    ),
+    "option that no scorer takes": (
+        "reward_model.reward_kwargs.method=strict",
+        ["reward_model.reward_kwargs.method='strict'", "'caldera/arithmetic'"],
+    ),
+    "scorer without the function": (
+        "custom_reward_function.path={here}/empty.py",
+        ["custom_reward_function", "empty.py", "compute_score"],
+    ),
+    "missing tools": (
+        "actor_rollout_ref.rollout.multi_turn.tool_config_path={here}/absent.yaml",
+        ["multi_turn.tool_config_path", "absent.yaml", "does not exist"],
+    ),
+    "folder of answers that is a file": (
+        "trainer.validation_data_dir={here}/garbage.parquet",
+        ["trainer.validation_data_dir", "garbage.parquet"],
+    ),
+    "missing critic": (
+        "critic.model.path={here}/no_critic",  # with a critic, below
+        ["critic.model.path", "no_critic", "no such folder"],
+    ),
+}
 IN_A_PROCESS_OF_THEIR_OWN = ["missing train file", "mistyped key", "missing scorer"]
 
 
@@ -138,6 +186,10 @@ def here(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pq.write_table(table.slice(0, 0), folder / "empty.parquet")
     rows = [{**row, "data_source": "nobody/knows"} for row in table.to_pylist()]
     pq.write_table(pa.Table.from_pylist(rows), folder / "unknown_source.parquet")
+    rows = [{**row, "agent_name": "tool_agnt"} for row in table.to_pylist()]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "unknown_agent.parquet")
+    (folder / "empty.py").touch()
+    shutil.copytree(lab.model, folder / "no_weights", ignore=lambda *_: {"model.safetensors"})
     (folder / "garbage.parquet").write_bytes(b"no parquet")
     (folder / "no_python.py").write_text("\ndef compute_score(\n")
     (folder / "imports.py").write_text("\nimport no_such_library\n")
@@ -172,6 +224,22 @@ def test_a_mistake_is_named(
     status = main(arguments)
     _assert_one_message(status, capsys.readouterr().err, expected)
     _assert_no_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("mistake", BEFORE_A_MODEL_IS_LOADED)
+def test_a_mistake_is_named_before_a_model_is_loaded(
+    lab: Lab, here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: str
+) -> None:
+    arguments, expected = _case(lab, here, tmp_path, mistake)
+    status = main([*arguments, f"actor_rollout_ref.model.path={here}/no_weights"])
+    _assert_one_message(status, capsys.readouterr().err, expected)
+
+
+def test_a_model_without_weights_is_named(
+    lab: Lab, here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = lab.overrides(tmp_path, f"actor_rollout_ref.model.path={here}/no_weights")
+    _assert_one_message(main(arguments), capsys.readouterr().err, ["no_weights", "safetensors"])
 
 
 @pytest.mark.parametrize("mistake", IN_A_PROCESS_OF_THEIR_OWN)
@@ -214,11 +282,11 @@ WEIGHTS = "actor/dist_ckpt/__0_0.distcp"
     [
         pytest.param(_remove_folder, ["global_step_2", "resume_mode=disable"], id="folder gone"),
         pytest.param(_garble_tracker, ["'second'", "resume_mode=disable"], id="tracker garbled"),
-        pytest.param(_remove(WEIGHTS), [WEIGHTS, "cannot be read"], id="weights gone"),
+        pytest.param(_remove(WEIGHTS), [WEIGHTS, "is missing"], id="weights gone"),
         pytest.param(_remove("data.pt"), ["data.pt"], id="data order gone"),
         pytest.param(_truncate("data.pt"), ["data.pt"], id="data order cut"),
         pytest.param(_truncate("trainer_state.json"), ["trainer_state.json"], id="state cut"),
-        pytest.param(_truncate(WEIGHTS), ["step_2/actor", "cannot be read"], id="weights cut"),
+        pytest.param(_truncate(WEIGHTS), ["step_2/actor", "bytes instead of"], id="weights cut"),
     ],
 )
 def test_a_damaged_checkpoint_is_named(
@@ -249,10 +317,12 @@ def test_a_checkpoint_of_other_data_is_refused(
 
 
 def _case(lab: Lab, here: Path, run: Path, mistake: str) -> tuple[list[str], list[str]]:
-    override, expected = MISTAKES[mistake]
+    override, expected = (MISTAKES | BEFORE_A_MODEL_IS_LOADED)[mistake]
     more = [*ONE_STEP, override.format(here=here)]
     if override.startswith("trainer.resume_from_path"):
         more.append("trainer.resume_mode=resume_path")
+    if override.startswith("critic."):
+        more.append("algorithm.adv_estimator=gae")
     if override == "data.train_batch_size=50":
         more.append("actor_rollout_ref.actor.ppo_mini_batch_size=50")
     return lab.overrides(run / "run", *more), expected

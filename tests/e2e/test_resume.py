@@ -102,9 +102,14 @@ class Run:
         )
 
     def finish(self, arguments: list[str]) -> None:
+        status, output = self.ended(arguments)
+        assert status == 0, output
+
+    def ended(self, arguments: list[str]) -> tuple[int, str]:
+        """Exit status and output."""
         with self._start(arguments) as process:
             output, _ = process.communicate()
-        assert process.returncode == 0, output
+        return process.returncode, output
 
     def kill_at_mark(self, arguments: list[str]) -> None:
         """Start, and send SIGKILL once the process stands still."""
@@ -198,6 +203,57 @@ def test_a_finished_run_trains_no_further(new_run: Callable[[], Run], uninterrup
     before = _files(run.directory)
     run.finish(run.arguments())
     assert _files(run.directory) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            "trainer.total_training_steps=10",
+            "Nothing is left to train: the checkpoint is of",
+        ),
+        ("trainer.total_training_steps=7", "is of step 10, but the run ends at step 7"),
+        (
+            "data.train_max_samples=20",
+            "the number of training rows was 25 when it was saved",
+        ),
+        ("data.train_batch_size=10", "data.train_batch_size was 5 when it was saved and is 10 now"),
+    ],
+)
+def test_a_run_that_would_train_nothing_says_so(
+    new_run: Callable[[], Run], uninterrupted: Run, change: str, told: str
+) -> None:
+    run = _copy(uninterrupted, new_run())
+    status, output = run.ended(run.arguments(change))
+    assert told in output
+    assert status == (0 if "Nothing" in told else 2), output
+    assert run.metrics() == uninterrupted.metrics()
+
+
+def test_a_finished_run_trains_on_when_it_gets_another_epoch(
+    new_run: Callable[[], Run], uninterrupted: Run
+) -> None:
+    run = _copy(uninterrupted, new_run())
+    (run.directory / "latest_checkpointed_iteration.txt").unlink()  # which is not needed
+    run.finish(run.arguments("trainer.total_epochs=3"))
+    steps = STEPS + STEPS_PER_EPOCH
+    assert [row["step"] for row in run.metrics()] == list(range(1, steps + 1))
+    assert run.metrics()[:STEPS] == uninterrupted.metrics()
+    assert run.tracked_step() == steps
+
+
+def test_a_byte_flipped_in_the_weights(new_run: Callable[[], Run], uninterrupted: Run) -> None:
+    run = _copy(uninterrupted, new_run())
+    weights = run.directory / f"global_step_{STEPS}/actor/dist_ckpt/__0_0.distcp"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    status, output = run.ended(run.arguments())
+    assert status == 2 and f"{weights} has another checksum" in output, output
+    earlier = run.directory / f"global_step_{STEPS_PER_EPOCH}"
+    assert f"trainer.resume_from_path={earlier}" in output
+    run.finish(run.arguments("trainer.resume_fallback=True"))
+    _assert_same_end(run, uninterrupted)
 
 
 def test_an_earlier_checkpoint_can_be_gone_on_from(

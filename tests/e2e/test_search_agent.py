@@ -22,7 +22,7 @@ from caldera.protocol import DataProto, tensors_of
 from caldera.search_agent.protocol import documents_text, observation
 from caldera.search_agent.retriever import BuildOptions, Index, RetrieverServer, build_index
 from caldera.tools.retrieval import Document
-from caldera.trainer.ppo.groups import make_groups_for
+from caldera.trainer.groups import make_groups_for
 from caldera.trainer.ppo.setup import TaskRunner, settle
 
 pytest.importorskip("bm25s")
@@ -213,13 +213,13 @@ def test_a_model_learns_to_search_before_it_answers(task: Path, url: str, tmp_pa
     config = load_config(overrides(task, url, tmp_path))
     settle(config, 0)
     trainer = TaskRunner(make_groups_for(config)).build(config)
-    update = trainer._update
+    update = trainer.update
 
     def watched(batch: DataProto, *rest: Any) -> None:
         check_masks(batch, trainer.tokenizer)
         update(batch, *rest)
 
-    trainer._update = watched  # type: ignore[method-assign]
+    trainer.update = watched  # type: ignore[method-assign]
     try:
         trainer.init_workers()
         trainer.fit()

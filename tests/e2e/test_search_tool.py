@@ -24,7 +24,7 @@ from caldera.config import load_config
 from caldera.protocol import DataProto, tensors_of
 from caldera.search_agent.retriever import BuildOptions, build_index
 from caldera.tracking.dumps import read_jsonl
-from caldera.trainer.ppo.groups import make_groups_for
+from caldera.trainer.groups import make_groups_for
 from caldera.trainer.ppo.setup import TaskRunner, settle
 
 pytest.importorskip("bm25s")
@@ -202,13 +202,13 @@ def test_a_run_searches_by_the_tool(task: Path, tools: Path, tmp_path: Path) -> 
     settle(config, 0)
     trainer = TaskRunner(make_groups_for(config)).build(config)
     searches: list[int] = []
-    update = trainer._update
+    update = trainer.update
 
     def watched(batch: DataProto, *rest: Any) -> None:
         searches.append(check_masks(batch, trainer.tokenizer))
         update(batch, *rest)
 
-    trainer._update = watched  # type: ignore[method-assign]
+    trainer.update = watched  # type: ignore[method-assign]
     try:
         trainer.init_workers()
         trainer.fit()

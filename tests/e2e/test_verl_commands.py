@@ -128,7 +128,7 @@ def test_grpo_with_extensions_of_verls(lab: Lab, tmp_path: Path) -> None:
         "actor_rollout_ref.rollout.top_p=0.9", "+actor_rollout_ref.model.external_lib=extension",
         "reward_model.reward_manager=mine", "custom_reward_function.path=scorer.py",
         "trainer.logger=['console','file']", "trainer.total_training_steps=1",
-        "trainer.test_freq=1",
+        "trainer.test_freq=1", "trainer.console_metrics=[short,actor/mine]",
     )  # fmt: skip
     assert "step:1 - " in done.stdout and "actor/mine:7" in done.stdout
     last: dict[str, Any] = lab.metrics(tmp_path / "run")[-1]

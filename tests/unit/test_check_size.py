@@ -13,8 +13,8 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "check_size.py"
 
 def offences(repository: Path, source: str) -> list[str]:
     """The script's output for a repository whose only file has this source."""
-    (repository / "caldera").mkdir()
-    (repository / "caldera" / "module.py").write_text(source)
+    (repository / "src").mkdir()
+    (repository / "src" / "module.py").write_text(source)
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(repository)], capture_output=True, text=True
     )
@@ -37,14 +37,14 @@ def test_a_file_may_have_400_lines(tmp_path: Path) -> None:
 
 def test_a_longer_file_is_named(tmp_path: Path) -> None:
     assert offences(tmp_path, "x = 1\n" * 401) == [
-        "caldera/module.py:401: the file has 401 lines, at most 400"
+        "src/module.py:401: the file has 401 lines, at most 400"
     ]
 
 
 @pytest.mark.parametrize(("statements", "found"), [(59, 0), (60, 1)])
 def test_a_function_may_have_60_lines(tmp_path: Path, statements: int, found: int) -> None:
     source = "\n\nasync def long():\n" + "    x = 1\n" * statements
-    expected = ["caldera/module.py:3: long has 61 lines, at most 60"]
+    expected = ["src/module.py:3: long has 61 lines, at most 60"]
     assert offences(tmp_path, source) == expected[:found]
 
 
@@ -55,7 +55,7 @@ def test_nesting_may_be_4_deep(tmp_path: Path) -> None:
 @pytest.mark.parametrize("innermost", ["if x:", "for y in x:", "while x:", "with x:"])
 def test_deeper_nesting_is_named(tmp_path: Path, innermost: str) -> None:
     source = nested(["if x:", "for y in x:", "while y:", "with y:", innermost])
-    assert offences(tmp_path, source) == ["caldera/module.py:6: nest is nested 5 deep, at most 4"]
+    assert offences(tmp_path, source) == ["src/module.py:6: nest is nested 5 deep, at most 4"]
 
 
 def test_try_and_match_are_nesting_but_their_branches_are_not(tmp_path: Path) -> None:

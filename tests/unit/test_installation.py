@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,7 +64,7 @@ def test_installed_from_elsewhere(installed: Installed, url: str | None) -> None
 
 
 def test_no_message_has_a_command_of_its_own() -> None:
-    package = ROOT / "caldera"
+    package = ROOT / "src/caldera"
     own = {
         path.relative_to(package)
         for path in package.rglob("*.py")
@@ -81,8 +84,18 @@ def test_every_extra_that_is_asked_for_exists() -> None:
     extras = (ROOT / "pyproject.toml").read_text().partition("optional-dependencies")[2]
     found = {
         name
-        for path in (ROOT / "caldera").rglob("*.py")
+        for path in (ROOT / "src/caldera").rglob("*.py")
         for name in asked.findall(path.read_text())
     }
     assert {"serve", "lora", "math"} <= found
     assert not [name for name in found if f"\n{name} = [" not in extras]
+
+
+def test_python_started_beside_a_clone_imports_the_package(tmp_path: Path) -> None:
+    (tmp_path / "caldera").symlink_to(ROOT)  # as `git clone` leaves it
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, "-c", "import caldera; print(caldera.__file__)"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert Path(done.stdout.strip()).name == "__init__.py"

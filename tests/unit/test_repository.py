@@ -36,7 +36,7 @@ def test_nothing_is_too_big() -> None:
 
 
 def test_every_folder_with_python_files_is_a_package() -> None:
-    folders = {path.parent for path in (ROOT / "caldera").rglob("*.py")}
+    folders = {path.parent for path in (ROOT / "src/caldera").rglob("*.py")}
     assert folders, "the package has no Python files"
     assert sorted(str(f) for f in folders if not (f / "__init__.py").is_file()) == []
 

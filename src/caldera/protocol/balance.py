@@ -93,11 +93,6 @@ def balance_partitions(lengths: Sequence[int], dp_size: int, together: int = 1) 
     return _members(arranged, together)
 
 
-def balance_order(lengths: Sequence[int], dp_size: int) -> list[int]:
-    """The order of a batch whose dp_size equal chunks are the parts of `balance_partitions`."""
-    return [i for part in balance_partitions(lengths, dp_size) for i in part]
-
-
 def log_seqlen_unbalance(
     lengths: Sequence[int], partitions: Sequence[Sequence[int]], prefix: str = "global_seqlen"
 ) -> dict[str, float]:

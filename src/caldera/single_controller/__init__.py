@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from caldera.single_controller.balancing import Balancing
 from caldera.single_controller.colocated import (
     create_colocated_worker_cls,
     create_colocated_worker_cls_fused,
@@ -27,6 +28,7 @@ from caldera.single_controller.worker import Worker
 from caldera.single_controller.worker_group import ClassWithInitArgs, Pending, WorkerGroup
 
 __all__ = [
+    "Balancing",
     "ClassWithInitArgs",
     "Dispatch",
     "Execute",

@@ -80,6 +80,8 @@ class Registration:
     blocking: bool = True
     materialize_futures: bool = True
     needs: tuple[str, ...] | None = None
+    balance: bool = True
+    in_mini_batches: bool = False
 
 
 _functions: dict[Dispatch, tuple[DispatchFn, CollectFn]] = {}
@@ -129,6 +131,8 @@ def register(
     blocking: bool = True,
     materialize_futures: bool = True,
     needs: Sequence[str] | None = None,
+    balance: bool = True,
+    in_mini_batches: bool = False,
 ) -> Callable[[F], F]:
     """Make a worker's method callable through its group.
 
@@ -137,6 +141,11 @@ def register(
     wants a DataProto where it is given a DataProtoFuture. `needs` names the tensors and columns
     that the method reads of a DataProto: when it goes to another process, only those of them that
     it has are sent. None sends all.
+
+    In a group with `Balancing`, rows go to the ranks by sequence length, padded where they do not
+    fill them, and outputs come back in the order of the batch. `balance=False` is for a method
+    whose ranks must get consecutive rows; `in_mini_batches` for one that makes an optimiser step
+    a mini-batch.
     """
     _check_mode(dispatch_mode)
     note = {
@@ -145,6 +154,8 @@ def register(
         "blocking": blocking,
         "materialize_futures": materialize_futures,
         "needs": None if needs is None else tuple(needs),
+        "balance": balance,
+        "in_mini_batches": in_mini_batches,
     }
 
     def mark(method: F) -> F:

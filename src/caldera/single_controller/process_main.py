@@ -8,8 +8,8 @@ import multiprocessing.connection
 import os
 import pickle
 import queue
-import random
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -18,10 +18,10 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from caldera.seeds import seed_everything
 from caldera.single_controller.failure import STACK_FILE_HEAD, exception_failure
 from caldera.single_controller.transport import dumps, loads
 from caldera.single_controller.worker import Worker, call_method
@@ -51,6 +51,17 @@ class RankSettings:
     seed: int
     controller_pid: int
     log_level: int
+
+
+def loopback_store() -> Any:
+    """Where the ranks of one machine meet. Torch's own socket would listen on all interfaces. The
+    system chooses the port, which is held here: no other process can take it before the ranks."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, is_master=True, wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )  # fmt: skip
 
 
 def run_rank(settings: RankSettings, connection: Connection) -> None:
@@ -110,10 +121,7 @@ def _set_up(settings: RankSettings) -> Any:
     stack_file.write(f"{STACK_FILE_HEAD}{threading.get_ident():x}\n")  # ready to be asked
     stack_file.flush()
     torch.set_num_threads(settings.threads)
-    seed = settings.seed + settings.rank
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    seed_everything(settings.seed + settings.rank)
     return stack_file
 
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker
@@ -20,51 +20,40 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from caldera.errors import ConfigError, UnsupportedError, WorkerError
+from caldera.errors import ConfigError, UnsupportedError
 from caldera.single_controller.decorator import Arguments
+from caldera.single_controller.failing_group import FailingGroup, OwedAnswer
 from caldera.single_controller.failure import (
     RankFailure,
     WaitingRank,
     exit_failure,
-    patience,
     request_stack,
-    silence_failure,
-    worker_error,
 )
-from caldera.single_controller.process_main import START, STOP, RankSettings, run_rank
+from caldera.single_controller.process_main import (
+    START,
+    STOP,
+    RankSettings,
+    loopback_store,
+    run_rank,
+)
 from caldera.single_controller.resource_pool import ResourcePool
 from caldera.single_controller.transport import dumps, keep_handovers_quiet, loads
 from caldera.single_controller.worker import Worker
-from caldera.single_controller.worker_group import ClassWithInitArgs, Pending, WorkerGroup
+from caldera.single_controller.worker_group import ClassWithInitArgs
+from caldera.storage.folders import own_folder
 
 PRELOADED = ["torch", "transformers", "caldera.workers"]
 """What the server of processes imports once, so that no process has to."""
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
-GRACE_S = 0.5
-"""How long to look for other failures once there is one, so that the first can be told."""
-LONG_GRACE_S = 5.0
-"""The same when all failures look like the consequence of another."""
+LOST_ANSWER_S = 0.5
+"""How long a rank whose answer cannot be read is waited for, in case it has died."""
 DEATH_S = 10.0
 """How long the fork server of a busy machine may take to tell how a rank has ended."""
-
-
-@dataclass(eq=False)
-class ProcessPending(Pending):
-    """An answer that a rank owes."""
-
-    group: ProcessWorkerGroup
-    method: str
-    is_done: bool = False
-    value: Any = None
-
-    def result(self) -> Any:
-        return self.group._resolve([self])[0]
 
 
 @dataclass(eq=False)
@@ -76,7 +65,7 @@ class _Rank:
     connection: Connection
     log: str
     stack_file: Path
-    outstanding: deque[ProcessPending] = field(default_factory=deque)
+    outstanding: deque[OwedAnswer] = field(default_factory=deque)
     """Answers that are owed; they come in this order."""
 
     @property
@@ -85,7 +74,7 @@ class _Rank:
         return self.outstanding[0].method if self.outstanding else ""
 
 
-class ProcessWorkerGroup(WorkerGroup):
+class ProcessWorkerGroup(FailingGroup):
     """Workers in processes of their own on this machine.
 
     `timeout_s` is how long a collective may take, and how long all ranks of a call may be silent
@@ -118,25 +107,23 @@ class ProcessWorkerGroup(WorkerGroup):
         recipe = dumps(make_worker)
         super().__init__(make_worker.cls, resource_pool.world_size, name)
         self.timeout_s = timeout_s
-        self._ended: str | None = None
-        self._stacks = Path(tempfile.mkdtemp(prefix="caldera-stacks-"))
+        # A group that is killed cannot remove its folders: the next one does.
+        temporary = Path(tempfile.gettempdir())
+        self._stacks = own_folder("caldera-stacks", temporary)
         self._folders = [self._stacks]  # to be removed in the end
         if log_dir is None:
-            log_dir = tempfile.mkdtemp(prefix="caldera-logs-")
-            self._folders.append(Path(log_dir))
+            log_dir = own_folder("caldera-logs", temporary)
+            self._folders.append(log_dir)
         self.log_dir = Path(log_dir)
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        # Held here: the system chooses the port, and no other process can take it before the ranks.
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )
+        self._store = loopback_store()
         self.master_address, self.master_port = "127.0.0.1", str(self._store.port)
         self._ranks: list[_Rank] = []
-        Finalize(self, _end, (self._ranks, self._folders), exitpriority=10)
+        Finalize(self, _end_processes, (self._ranks, self._folders), exitpriority=10)
         for settings in self._settings(device, visible):
             self._ranks.append(_launch(settings, self.name))
         started = [self._send(rank, START, recipe) for rank in self._ranks]
-        self._await(started, max(timeout_s, START_TIMEOUT_S))
+        self._wait_for(started, max(timeout_s, START_TIMEOUT_S))
 
     @property
     def worker_names(self) -> list[str]:
@@ -156,7 +143,7 @@ class ProcessWorkerGroup(WorkerGroup):
                     rank.connection.send_bytes(STOP)
             for rank in self._ranks:
                 rank.process.join(max(0.0, deadline - time.monotonic()))
-        _end(self._ranks, self._folders)
+        _end_processes(self._ranks, self._folders)
 
     # ---- start
 
@@ -189,11 +176,11 @@ class ProcessWorkerGroup(WorkerGroup):
 
     def _submit(
         self, rank: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> ProcessPending:
+    ) -> OwedAnswer:
         self._check_usable()
         return self._send(self._ranks[rank], method_name, dumps((tuple(args), dict(kwargs))))
 
-    def _submit_all(self, method_name: str, shares: Sequence[Arguments]) -> list[ProcessPending]:
+    def _submit_all(self, method_name: str, shares: Sequence[Arguments]) -> list[OwedAnswer]:
         self._check_usable()
         # All or none: what cannot be sent must not leave some ranks waiting for the others.
         payloads = [dumps(share) for share in shares]
@@ -202,8 +189,8 @@ class ProcessWorkerGroup(WorkerGroup):
             for rank, payload in zip(self._ranks, payloads, strict=True)
         ]
 
-    def _send(self, rank: _Rank, method: str, payload: bytes) -> ProcessPending:
-        pending = ProcessPending(self, method)
+    def _send(self, rank: _Rank, method: str, payload: bytes) -> OwedAnswer:
+        pending = OwedAnswer(self, method)
         try:
             rank.connection.send_bytes(pickle.dumps((method, payload)))
         except OSError:  # it is gone
@@ -211,23 +198,11 @@ class ProcessWorkerGroup(WorkerGroup):
         rank.outstanding.append(pending)
         return pending
 
-    def _resolve(self, pending: list[ProcessPending]) -> list[Any]:
-        self._await(pending, self.timeout_s)
+    def _resolve(self, pending: list[OwedAnswer]) -> list[Any]:
+        self._wait_for(pending, self.timeout_s)
         return [answer.value for answer in pending]
 
-    def _await(self, pending: Collection[ProcessPending], timeout_s: float) -> None:
-        """Take answers until these have come."""
-        while not all(answer.is_done for answer in pending):
-            self._check_usable()
-            failures: dict[int, RankFailure] = {}
-            limit = patience(timeout_s, any(answer.is_done for answer in pending))
-            if not self._take_answers(limit, failures):
-                self._fail({}, limit)
-            if failures:
-                self._fail(failures)
-
     def _take_answers(self, timeout_s: float, failures: dict[int, RankFailure]) -> bool:
-        """Wait for any rank, and note answers and failures; whether there was anything."""
         ranks = [rank for rank in self._ranks if rank.number not in failures]
         events = {
             event: rank for rank in ranks for event in (rank.connection, rank.process.sentinel)
@@ -261,29 +236,24 @@ class ProcessWorkerGroup(WorkerGroup):
             is_value, value = loads(message)
         except BaseException as error:
             if isinstance(error, EOFError | OSError | RuntimeError):
-                rank.process.join(GRACE_S)
+                rank.process.join(LOST_ANSWER_S)
                 if not rank.process.is_alive():  # it died, and the tensors of its answer with it
                     return self._death_of(rank)
             # One answer more than was asked for could not be told from the next.
             self._ended = "was ended, since an answer could not be read"
-            _end(self._ranks, self._folders)
+            _end_processes(self._ranks, self._folders)
             raise
         return is_value, value
 
     # ---- failures
 
-    def _check_usable(self) -> None:
-        if self._ended is not None:
-            raise WorkerError(f"worker group {self.name} {self._ended}")
-
     def _death_of(self, rank: _Rank) -> RankFailure:
         rank.process.join(DEATH_S)
         return exit_failure(rank.number, rank.method, rank.process.exitcode, rank.log)
 
-    def _fail(self, failures: dict[int, RankFailure], silent_s: float = 0.0) -> NoReturn:
-        """End the group and raise what happened; no failure means silence."""
-        if failures:
-            self._look_for_more(failures)
+    def _collect(
+        self, failures: Mapping[int, RankFailure], silent_s: float
+    ) -> tuple[list[RankFailure], list[WaitingRank]]:
         waiting = [
             WaitingRank(
                 rank.number,
@@ -294,21 +264,12 @@ class ProcessWorkerGroup(WorkerGroup):
             for rank in self._ranks
             if rank.outstanding and rank.number not in failures
         ]
-        found = list(failures.values()) or [silence_failure(waiting, silent_s)]
-        error = worker_error(self.name, self.world_size, found, waiting)
-        self._ended = "was ended after a failure"
-        _end(self._ranks, [self._stacks])
-        self._folders.clear()  # the logs are told of
-        raise error
+        return list(failures.values()), waiting
 
-    def _look_for_more(self, failures: dict[int, RankFailure]) -> None:
-        start = time.monotonic()
-        while len(failures) < self.world_size:
-            is_cause_known = not all(failure.in_collective for failure in failures.values())
-            rest = start + (GRACE_S if is_cause_known else LONG_GRACE_S) - time.monotonic()
-            if rest <= 0:
-                return
-            self._take_answers(rest, failures)
+    def _end(self, how: str) -> None:
+        self._ended = how
+        _end_processes(self._ranks, [self._stacks])
+        self._folders.clear()  # the error names the logs
 
 
 def _launch(settings: RankSettings, group: str) -> _Rank:
@@ -336,7 +297,7 @@ def _start_fork_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end(ranks: list[_Rank], folders: list[Path]) -> None:
+def _end_processes(ranks: list[_Rank], folders: list[Path]) -> None:
     """End the processes, and whatever they started, at once; remove the folders."""
     for rank in ranks:
         assert rank.process.pid, "a rank is kept once its process has started"

@@ -11,7 +11,6 @@ import faulthandler
 import fcntl
 import logging
 import os
-import random
 import signal
 import socket
 import struct
@@ -24,7 +23,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -35,6 +33,7 @@ from caldera.protocol.serialization import (
     deserialize_tensordict,
     serialize_tensordict,
 )
+from caldera.seeds import seed_everything
 from caldera.single_controller._ray import ray_module
 from caldera.single_controller.failure import (
     STACK_FILE_HEAD,
@@ -130,7 +129,7 @@ class RankActor:
         def build() -> None:
             os.environ.update(settings.environment)
             enter(settings.folder)
-            _seed(settings.seed + self.rank)
+            seed_everything(settings.seed + self.rank)
             self._join(settings)
             self.worker = make_worker()
 
@@ -225,9 +224,3 @@ def _address_of(interface: str) -> str | None:
         except OSError:  # it has no address
             return None
     return socket.inet_ntoa(answer[20:24])
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -20,7 +20,8 @@ import torch
 from caldera.errors import ConfigError, WorkerError
 from caldera.single_controller._ray import ray_module
 from caldera.single_controller.decorator import Arguments
-from caldera.single_controller.failure import RankFailure, patience, worker_error
+from caldera.single_controller.failing_group import FailingGroup
+from caldera.single_controller.failure import RankFailure, WaitingRank, worker_error
 from caldera.single_controller.process_main import START
 from caldera.single_controller.ray_actor import (
     Location,
@@ -36,14 +37,10 @@ from caldera.single_controller.ray_pool import (
     RayResourcePool,
     places_on_nodes,
 )
-from caldera.single_controller.worker_group import ClassWithInitArgs, Pending, WorkerGroup
+from caldera.single_controller.worker_group import ClassWithInitArgs, Pending
 
 NAMESPACE = "caldera"
 """Where Ray keeps the actors' names, so that any driver of the cluster finds them."""
-GRACE_S = 1.0
-"""How long to look for other failures once there is one, so that the first can be told."""
-LONG_GRACE_S = 5.0
-"""The same when all failures look like the consequence of another."""
 
 _groups: WeakValueDictionary[str, RayWorkerGroup] = WeakValueDictionary()
 """The groups of this process, by a key that goes with their futures."""
@@ -106,7 +103,7 @@ class GroupElsewhere:
     getter = _resolve  # futures wait with either
 
 
-class RayWorkerGroup(WorkerGroup):
+class RayWorkerGroup(FailingGroup):
     """Workers in the actors of a Ray cluster.
 
     `timeout_s` is how long a collective may take, and how long all ranks of a call may be silent
@@ -117,6 +114,7 @@ class RayWorkerGroup(WorkerGroup):
     """
 
     passes_futures = True
+    grace_s = 1.0
 
     def __init__(
         self,
@@ -145,7 +143,6 @@ class RayWorkerGroup(WorkerGroup):
         self.name_prefix = name_prefix or f"{secrets.token_hex(3)}_"
         self.worker_names = list(worker_names or ())
         self.workers: list[Any] = list(worker_handles or ())
-        self._ended: str | None = None
         self._locations: dict[int, Location] = {}
         self._open: WeakSet[RayPending] = WeakSet()
         self._elsewhere = GroupElsewhere(secrets.token_hex(8), self.name, ranks)
@@ -302,12 +299,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def _await(self, pending: Sequence[RayPending], timeout_s: float) -> list[Any]:
         """The values of these answers. The end of any call is noted, so that no failure waits."""
+        self._wait_for(pending, timeout_s)
         ray, failures = ray_module(), dict[int, RankFailure]()
-        while any(answer in self._open for answer in pending):
-            self._check_usable()
-            limit = patience(timeout_s, any(answer not in self._open for answer in pending))
-            if not self._take_answers(limit, failures) or failures:
-                self._fail(failures, limit)
         values = list(dict.fromkeys(answer.value for answer in pending))
         ray.wait(values, num_returns=len(values), timeout=timeout_s)  # all come at the same time
         fetched = [self._fetched(answer, answer.value, failures) for answer in pending]
@@ -315,9 +308,13 @@ class RayWorkerGroup(WorkerGroup):
             self._fail(failures, timeout_s)
         return fetched
 
+    def _is_done(self, answer: RayPending) -> bool:
+        return answer not in self._open
+
     def _take_answers(self, timeout_s: float, failures: dict[int, RankFailure]) -> bool:
-        """Wait for the end of any call of a rank that has not failed; whether there was one."""
         calls = {a.failure: a for a in self._open if a.rank not in failures}
+        if not calls:
+            return False
         ready, _ = ray_module().wait([*calls], num_returns=1, timeout=timeout_s)
         for ref in ready:
             self._open.discard(calls[ref])
@@ -337,27 +334,11 @@ class RayWorkerGroup(WorkerGroup):
 
     # ---- failures
 
-    def _check_usable(self) -> None:
-        if self._ended is not None:
-            raise WorkerError(f"worker group {self.name} {self._ended}")
-
-    def _fail(self, failures: dict[int, RankFailure], silent_s: float) -> NoReturn:
-        """End the group and raise what happened; no failure means silence."""
-        if failures:
-            self._look_for_more(failures)
+    def _collect(
+        self, failures: Mapping[int, RankFailure], silent_s: float
+    ) -> tuple[list[RankFailure], list[WaitingRank]]:
         methods = {a.rank: a.method for a in self._open if a.rank not in failures}
-        told, waiting = tell(failures, methods, self._locations, silent_s)
-        error = worker_error(self.name, self.world_size, told, waiting)
-        self._end("was ended after a failure")
-        raise error
-
-    def _look_for_more(self, failures: dict[int, RankFailure]) -> None:
-        start = time.monotonic()
-        while any(answer.rank not in failures for answer in self._open):
-            is_cause_known = not all(failure.in_collective for failure in failures.values())
-            rest = start + (GRACE_S if is_cause_known else LONG_GRACE_S) - time.monotonic()
-            if not self._take_answers(max(0.0, rest), failures):
-                return
+        return tell(failures, methods, self._locations, silent_s)
 
     def _end(self, how: str) -> None:
         self._ended = how

@@ -13,35 +13,24 @@ import queue
 import signal
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from caldera.errors import WorkerError
-from caldera.single_controller.failure import (
-    RankFailure,
-    WaitingRank,
-    exception_failure,
-    patience,
-    silence_failure,
-    worker_error,
-)
+from caldera.single_controller.failing_group import FailingGroup, OwedAnswer
+from caldera.single_controller.failure import RankFailure, WaitingRank, exception_failure
 from caldera.single_controller.worker import Worker, call_method
-from caldera.single_controller.worker_group import ClassWithInitArgs, Pending, WorkerGroup
+from caldera.single_controller.worker_group import ClassWithInitArgs
 
 START, STOP = "__init__", "__stop__"
 SETTINGS = "caldera/settings"
 FOREVER = timedelta(days=365)
 """Ranks wait as long as rank 0 has nothing for them; its end ends the waiting."""
-GRACE_S, LONG_GRACE_S = 0.5, 5.0
-"""How long to look for other failures once there is one; longer if all seem to be consequences."""
-
 TELLING_S = 20.0
 """How long rank 0 lives after torchrun has told it to end, as it does when another rank has died:
 until then it has told of that."""
@@ -73,21 +62,7 @@ class _Settings:
     timeout_s: float
 
 
-@dataclass(eq=False)
-class _Answer(Pending):
-    """An answer that a rank owes."""
-
-    group: TorchrunWorkerGroup
-    rank: int
-    method: str
-    is_done: bool = False
-    value: Any = None
-
-    def result(self) -> Any:
-        return self.group._resolve([self])[0]
-
-
-class TorchrunWorkerGroup(WorkerGroup):
+class TorchrunWorkerGroup(FailingGroup):
     """To be made on rank 0, once in a process."""
 
     def __init__(
@@ -100,11 +75,10 @@ class TorchrunWorkerGroup(WorkerGroup):
     ) -> None:
         super().__init__(make_worker.cls, launched_ranks(), name)
         self.timeout_s = timeout_s
-        self._ended: str | None = None
         signal.signal(signal.SIGTERM, _end_soon)
         self._control = _meet(_Settings(device, timeout_s))
         self._outcomes: queue.SimpleQueue[tuple[int, bool, Any]] = queue.SimpleQueue()
-        self._outstanding: list[deque[_Answer]] = [deque() for _ in range(self.world_size)]
+        self._outstanding: list[deque[OwedAnswer]] = [deque() for _ in range(self.world_size)]
         self._own_calls: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, daemon=True)]
         for rank in range(1, self.world_size):
@@ -120,8 +94,8 @@ class TorchrunWorkerGroup(WorkerGroup):
         if self._ended is not None:
             return
         self._ended = "has been shut down"
-        if any(self._outstanding):  # interrupted in a call: torchrun ends the others
-            return
+        if any(self._outstanding) or isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            return  # Ctrl-C has ended the others, or torchrun will
         for rank in range(1, self.world_size):
             _send(self._control, rank, (STOP, None))
         self._own_calls.put((STOP, None))
@@ -134,12 +108,12 @@ class TorchrunWorkerGroup(WorkerGroup):
 
     def _submit(
         self, rank: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> _Answer:
+    ) -> OwedAnswer:
         return self._send(rank, method_name, (tuple(args), dict(kwargs)))
 
-    def _send(self, rank: int, method: str, payload: Any) -> _Answer:
+    def _send(self, rank: int, method: str, payload: Any) -> OwedAnswer:
         self._check_usable()
-        answer = _Answer(self, rank, method)
+        answer = OwedAnswer(self, method)
         self._outstanding[rank].append(answer)
         if rank == 0:
             self._own_calls.put((method, payload))
@@ -150,19 +124,11 @@ class TorchrunWorkerGroup(WorkerGroup):
                 self._fail({rank: _death_of(rank, method)})
         return answer
 
-    def _resolve(self, pending: list[_Answer]) -> list[Any]:
-        while not all(answer.is_done for answer in pending):
-            self._check_usable()
-            limit = patience(self.timeout_s, any(answer.is_done for answer in pending))
-            failures: dict[int, RankFailure] = {}
-            if not self._take_answer(limit, failures):
-                self._fail({}, limit)
-            if failures:
-                self._fail(failures)
+    def _resolve(self, pending: list[OwedAnswer]) -> list[Any]:
+        self._wait_for(pending, self.timeout_s)
         return [answer.value for answer in pending]
 
-    def _take_answer(self, timeout_s: float, failures: dict[int, RankFailure]) -> bool:
-        """Wait for any rank, and note its answer or failure; whether there was one."""
+    def _take_answers(self, timeout_s: float, failures: dict[int, RankFailure]) -> bool:
         try:
             rank, is_value, value = self._outcomes.get(timeout=timeout_s)
         except queue.Empty:
@@ -201,26 +167,18 @@ class TorchrunWorkerGroup(WorkerGroup):
 
     # ---- failures
 
-    def _check_usable(self) -> None:
-        if self._ended is not None:
-            raise WorkerError(f"worker group {self.name} {self._ended}")
-
-    def _fail(self, failures: dict[int, RankFailure], silent_s: float = 0.0) -> NoReturn:
-        """Raise what happened; no failure means silence."""
-        start = time.monotonic()
-        while failures and len(failures) < self.world_size:
-            is_cause_known = not all(failure.in_collective for failure in failures.values())
-            rest = start + (GRACE_S if is_cause_known else LONG_GRACE_S) - time.monotonic()
-            if rest <= 0 or not self._take_answer(rest, failures):
-                break
+    def _collect(
+        self, failures: Mapping[int, RankFailure], silent_s: float
+    ) -> tuple[list[RankFailure], list[WaitingRank]]:
         waiting = [
             WaitingRank(rank, owed[0].method, ())
             for rank, owed in enumerate(self._outstanding)
             if owed and rank not in failures
         ]
-        found = list(failures.values()) or [silence_failure(waiting, silent_s)]
-        self._ended = "was ended after a failure"
-        raise worker_error(self.name, self.world_size, found, waiting)
+        return list(failures.values()), waiting
+
+    def _end(self, how: str) -> None:
+        self._ended = how  # torchrun ends the ranks
 
 
 def serve() -> None:
@@ -277,6 +235,8 @@ def _meet(settings: _Settings | None) -> Any:
         settings = pickle.loads(store.get(SETTINGS))
     else:
         store.set(SETTINGS, pickle.dumps(settings))
+    if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == str(ranks):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other machine has to get through
     on_gpu = settings.device.startswith("cuda")
     if on_gpu:
         _see_own_gpu()

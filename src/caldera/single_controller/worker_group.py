@@ -9,14 +9,16 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from caldera.errors import ProtocolError, RegistryError
 from caldera.protocol import DataProto
 from caldera.protocol.inputs import entries
+from caldera.single_controller.balancing import Balancing, SpreadRows
 from caldera.single_controller.decorator import (
     Arguments,
     Dispatch,
+    DispatchMode,
     Execute,
     Registration,
     functions_of,
@@ -27,6 +29,8 @@ from caldera.single_controller.dispatching import PADDING_KEY, without_padding
 from caldera.single_controller.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+W = TypeVar("W", bound=Worker)
 
 
 class ClassWithInitArgs:
@@ -60,6 +64,8 @@ class WorkerGroup(ABC):
     """Whether the workers live in other processes, so that batches are cut to what is needed."""
     passes_futures: bool = False
     """Whether a worker can wait for a DataProtoFuture itself."""
+    balancing: Balancing | None = None
+    """How rows are spread over the ranks; None: they must fill the ranks as they are."""
 
     def __init__(self, worker_class: type[Worker], world_size: int, name: str = "") -> None:
         self.worker_class = worker_class
@@ -107,17 +113,23 @@ class WorkerGroup(ABC):
             raise AttributeError(f"{self.worker_class.__name__} registers no method {name!r}")
         return partial(self._call, name, self._methods[name])
 
-    def needed_by(self, method_name: str, data: DataProto) -> DataProto:
-        """What the method reads of a batch, if it is to travel: who copies rows copies these."""
-        needs = self._methods[method_name].needs
-        return data if needs is None or not self.crosses_processes else _needed(data, needs)
+    def typed(self, worker_class: type[W]) -> W:
+        """This group as editors and type checkers see it: with the methods of its workers.
+
+        Calls with a batch have the types of the worker's method; those to all ranks, such as
+        `save_checkpoint`, return a list of what it returns.
+        """
+        return cast(W, self)
 
     def _call(self, method_name: str, registered: Registration, *args: Any, **kwargs: Any) -> Any:
         if registered.materialize_futures and not self.passes_futures:
             args, kwargs = materialize(args, kwargs)
+        spread = self._spread(registered, args)
         if registered.needs is not None and self.crosses_processes:
             args = tuple(_needed(value, registered.needs) for value in args)
             kwargs = {name: _needed(value, registered.needs) for name, value in kwargs.items()}
+        if spread is not None:
+            args = (spread.send(args[0]), *args[1:])
         dispatch_fn, collect_fn = functions_of(registered.dispatch_mode)
         dealt, named = dispatch_fn(self, *args, **kwargs)
         named = dict(named)
@@ -131,7 +143,26 @@ class WorkerGroup(ABC):
         else:
             answers = self._submit_all(method_name, self._shares(dealt, named))
             answer = collect_fn(self, self._resolve(answers) if registered.blocking else answers)
-        return without_padding(answer, pad_size)
+        return without_padding(answer, pad_size) if spread is None else spread.restore(answer)
+
+    def _spread(self, registered: Registration, args: Sequence[Any]) -> SpreadRows | None:
+        """Which rank gets which row of the first argument, if this call is to be balanced."""
+        mode = registered.dispatch_mode
+        cuts_rows = mode == Dispatch.DP_COMPUTE_PROTO or _mesh_of(mode) is not None
+        if self.balancing is None or self.world_size == 1 or not (registered.balance and cuts_rows):
+            return None
+        if not args or not isinstance(args[0], DataProto):
+            return None
+        ranks = self._parts(registered)
+        return self.balancing.spread(args[0], ranks, registered.in_mini_batches)
+
+    def balance_metrics(self, batch: DataProto) -> dict[str, float]:
+        """How unequal the work of the ranks is in an update; empty without balancing."""
+        if self.balancing is None or self.world_size == 1:
+            return {}
+        updates = [noted for noted in self._methods.values() if noted.in_mini_batches]
+        ranks = self._parts(updates[0]) if updates else self.world_size
+        return self.balancing.metrics(batch, ranks)
 
     def _shares(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], scatter: bool = True
@@ -190,15 +221,10 @@ class WorkerGroup(ABC):
         """Whether each rank's answer is collected on a mesh; the workers are asked once."""
         return self._asked("_query_collect_info", mesh_name)
 
-    def parts(self, method_name: str) -> int:
+    def _parts(self, registered: Registration) -> int:
         """Into how many parts the rows of a batch are cut for a method."""
-        if method_name not in self._methods:
-            return self.world_size
-        mode = self._methods[method_name].dispatch_mode
-        mesh_name = None if isinstance(mode, Dispatch) else mode.get("mesh_name")
-        if mesh_name is None:
-            return self.world_size
-        return max(self.dispatch_info(mesh_name)) + 1
+        mesh_name = _mesh_of(registered.dispatch_mode)
+        return self.world_size if mesh_name is None else max(self.dispatch_info(mesh_name)) + 1
 
     def _asked(self, method_name: str, mesh_name: str) -> list[Any]:
         key = method_name, mesh_name
@@ -280,6 +306,11 @@ def _registered_methods(
             )
         found[name] = registered
     return found
+
+
+def _mesh_of(mode: DispatchMode) -> str | None:
+    """The mesh by which a mode cuts rows, if it is one of that kind."""
+    return None if isinstance(mode, Dispatch) else mode.get("mesh_name")
 
 
 def _needed(value: Any, needs: Sequence[str]) -> Any:

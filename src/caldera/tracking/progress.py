@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import ClassVar, TypeVar
 
 from rich.cells import cell_len, set_cell_size
@@ -95,12 +94,7 @@ class TrainingProgress:
         self._display.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._display.stop()
 
 

@@ -7,13 +7,12 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, SupportsFloat
 
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.tracking import backends
 from caldera.tracking.background import BackgroundLogger, PromptLogger
-from caldera.tracking.loggers import LOGGERS, Generation, LoggedRun
+from caldera.tracking.loggers import ALL, LOGGERS, SHORT, Generation, LoggedRun
 
 __all__ = ["Tracking", "check_loggers"]
 
@@ -44,8 +43,10 @@ def check_loggers(names: Sequence[str]) -> None:
 class Tracking:
     """Logs to one or more back ends (`trainer.logger`), named as in `LOGGERS`.
 
-    With `resume_step`, back ends that keep rows drop those of later steps first. A back end that
-    fails is told of once, and what it loses is counted in `tracking/lost_rows`; the others go on.
+    `console_metrics` is what the console shows (`trainer.console_metrics`); by default it is short
+    where another back end keeps the rest. With `resume_step`, back ends that keep rows drop those
+    of later steps first. A back end that fails is told of once, and what it loses is counted in
+    `tracking/lost_rows`; the others go on.
     """
 
     def __init__(
@@ -56,10 +57,12 @@ class Tracking:
         config: dict[str, Any] | None = None,
         run_dir: Path = Path("."),
         resume_step: int = 0,
+        console_metrics: Sequence[str] | None = None,
     ) -> None:
-        run = LoggedRun(project_name, experiment_name, config, Path(run_dir), resume_step)
         given = [default_backend] if isinstance(default_backend, str) else default_backend
         names = list(dict.fromkeys(given))
+        shown = console_metrics or ((ALL,) if names == ["console"] else (SHORT,))
+        run = LoggedRun(project_name, experiment_name, config, Path(run_dir), resume_step, shown)
         check_loggers(names)  # all of them, before the first one opens anything
         with ExitStack() as opened:
             self._loggers: list[PromptLogger | BackgroundLogger] = []
@@ -94,12 +97,7 @@ class Tracking:
     def __enter__(self) -> Tracking:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.finish()
 
 

@@ -9,32 +9,37 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from caldera.config import TrainerConfig
+from caldera.engine.state_files import read_file
 from caldera.errors import CalderaError, CheckpointError, ConfigError
 from caldera.storage import is_fetched, is_url, shown_url
 from caldera.storage.disk import NO_SPACE, full_disk
 from caldera.tracking.dumps import write_text_atomic
 from caldera.trainer.checkpoint_layout import (
     ROLES,
+    STARTED_ANEW,
     TRACKER,
+    complete_steps,
     expired_roles,
     is_step_folder,
     step_folder,
     step_of,
     tells_step,
 )
+from caldera.trainer.checkpoint_manifest import DamagedCheckpointError, verify, write_manifest
 
 if TYPE_CHECKING:
     from caldera.trainer.checkpoint_uploads import CheckpointUploads
     from caldera.trainer.remote_checkpoints import RemoteCheckpoints
 
-__all__ = ["TRACKER", "CheckpointFolder", "read_part", "step_of"]
+__all__ = ["TRACKER", "CheckpointFolder", "read_part", "read_position", "step_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +84,8 @@ class CheckpointFolder:
         starts_anew = self._config.resume_mode == "disable"
         if starts_anew:
             (self.root / TRACKER).unlink(missing_ok=True)
+            if complete_steps(self.root):  # which nobody shall take for this run's
+                write_text_atomic(self.root / TRACKER, [STARTED_ANEW])
         if self._remote is not None:
             self._try_remote(self._remote.check_writable, "cannot be written")
             if starts_anew:
@@ -86,10 +93,18 @@ class CheckpointFolder:
 
     # ---- saving
 
-    def save(self, step: int, write: Callable[[Path], None]) -> None:
-        """Call `write` on a folder that becomes `global_step_{step}` once it is complete."""
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        written: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Call `write` on a folder that becomes `global_step_{step}` once it is complete.
+
+        `written` is called when all is on disk, just before the run would go on from it.
+        """
         self.begin(step, write)
-        self.complete()
+        self.complete(written)
 
     def begin(self, step: int, write: Callable[[Path], None]) -> None:
         """Call `write` on a folder; others may go on writing into it after that has returned."""
@@ -100,10 +115,19 @@ class CheckpointFolder:
             write(partial)
         self.in_flight = step
 
-    def complete(self) -> None:
+    def complete(self, written: Callable[[], None] = lambda: None) -> None:
         """Make a checkpoint of what was written since `begin`: all have written."""
         assert self.in_flight is not None, "no save has begun"
         step, self.in_flight = self.in_flight, None
+        partial = self._partial(step)
+        if not (partial / "actor").is_dir():
+            raise CheckpointError(
+                f"trainer.default_local_dir={str(self.root)!r}: the ranks have written their "
+                f"checkpoint of step {step} elsewhere; it must be one folder that all nodes share"
+            )
+        write_manifest(partial)
+        _flush(partial)
+        written()
         self._publish(step)
         self._saved = step
         self._prune(step)
@@ -128,20 +152,52 @@ class CheckpointFolder:
     # ---- resuming
 
     def to_resume(self) -> Path | None:
-        """The folder to go on from, by `trainer.resume_mode`."""
+        """The folder to go on from, by `trainer.resume_mode`, without damage to its files."""
+        try:
+            return self._chosen()
+        except DamagedCheckpointError as error:
+            earlier = self._intact_before(step_of(error.folder))
+            if earlier is None:
+                raise CheckpointError(
+                    f"{error}; {self.root} holds no earlier one that is intact; "
+                    "trainer.resume_mode=disable starts anew"
+                ) from error
+            if self._config.resume_mode != "auto" or not self._config.resume_fallback:
+                raise CheckpointError(
+                    f"{error}. The one before it is intact. To go on from it, add to the command: "
+                    "trainer.resume_mode=resume_path "
+                    f"trainer.resume_from_path={shlex.quote(str(earlier))} "
+                    "(trainer.resume_fallback=True does so by itself)"
+                ) from error
+            logger.warning("%s; trainer.resume_fallback=True: going back to %s", error, earlier)
+            self._missing_there = None
+            return earlier
+
+    def _intact_before(self, step: int) -> Path | None:
+        for earlier in complete_steps(self.root):
+            folder = self.root / step_folder(earlier)
+            try:
+                if earlier < step:
+                    return _verified(folder)
+            except DamagedCheckpointError as error:
+                logger.warning("%s", error)
+        return None
+
+    def _chosen(self) -> Path | None:
         if self._config.resume_mode == "disable":
             return None
         if self._config.resume_mode == "resume_path":
-            return self._given(str(self._config.resume_from_path))
+            return _verified(self._given(str(self._config.resume_from_path)))
         if self._remote is None:
-            return self._local_newest(must_exist=True)
+            local = self._local_newest(must_exist=True)
+            return None if local is None else _verified(local)
         there = self._remote_step = self._try_remote(self._remote.newest, "cannot be read")
         local = self._local_newest(must_exist=there is None)
         if there is not None and (local is None or step_of(local) < there):
             return self._downloaded(there, self._remote)
         if local is not None and step_of(local) != there:
             self._missing_there = step_of(local)
-        return local
+        return None if local is None else _verified(local)
 
     def loaded(self, folder: Path) -> None:
         """Say that a checkpoint has been read, and that the run goes on from it.
@@ -171,19 +227,16 @@ class CheckpointFolder:
             from caldera.storage.fetching import fetch
 
             return fetch(path, key, self.root / FETCHED)
-        folder = Path(path.removeprefix("file://")).expanduser()
-        if not folder.is_dir() or not tells_step(folder.name):
-            raise CheckpointError(
-                f"{key}={str(folder)!r} is not an existing folder named global_step_N"
-            )
-        return folder
+        return local_checkpoint(path)
 
     def _local_newest(self, must_exist: bool) -> Path | None:
         """The folder that the tracker names; one that is not there may be an error."""
         tracker = self.root / TRACKER
         if not tracker.is_file():
-            return None
+            return self._untracked_newest()
         text = tracker.read_text().strip()
+        if text == STARTED_ANEW:
+            return None
         folder = self.root / f"global_step_{text}"
         replaced = self.root / f".replaced_global_step_{text}"
         if replaced.is_dir() and not folder.exists():  # killed between two renames of `_publish`
@@ -197,9 +250,28 @@ class CheckpointFolder:
             )
         return None
 
+    def _untracked_newest(self) -> Path | None:
+        """The newest complete checkpoint of a folder that has lost its tracker."""
+        steps = complete_steps(self.root)
+        if not steps:
+            return None
+        folder = self.root / step_folder(steps[0])
+        logger.warning(
+            "%s is missing: going on from the newest complete checkpoint, %s; "
+            "trainer.resume_mode=disable starts anew", self.root / TRACKER, folder,
+        )  # fmt: skip
+        write_text_atomic(self.root / TRACKER, [str(steps[0])])
+        return folder
+
     def _downloaded(self, step: int, remote: RemoteCheckpoints) -> Path:
         fetched = remote.download(step, self.root / FETCHED)
+        try:
+            verify(fetched)
+        except DamagedCheckpointError:
+            shutil.rmtree(self.root / FETCHED)  # else the next run would take it for a good copy
+            raise
         fetched.rename(self._emptied_partial(step))
+        _flush(self._partial(step))
         self._publish(step)
         shutil.rmtree(self.root / FETCHED)
         logger.info("fetched %s of %s", step_folder(step), remote.shown)
@@ -214,28 +286,26 @@ class CheckpointFolder:
 
             assert self._remote is not None
             said = f"{self._remote.told}: {what}: {reason_of(error)}"
-            if not (self.root / TRACKER).is_file():
+            if self._local_newest(must_exist=False) is None:
                 raise ConfigError(said) from error
             logger.warning("%s; going on from the local checkpoint", said)
             return None
 
     # ---- folders
 
+    def _partial(self, step: int) -> Path:
+        """Where a step is written before it is complete."""
+        return self.root / f".partial_global_step_{step}"
+
     def _emptied_partial(self, step: int) -> Path:
-        """Where a step is written before it is complete; of a killed process nothing is left."""
-        partial = self.root / f".partial_global_step_{step}"
+        """The same; of a killed process nothing is left."""
+        partial = self._partial(step)
         shutil.rmtree(partial, ignore_errors=True)
         return partial
 
     def _publish(self, step: int) -> None:
-        partial, final = self.root / f".partial_global_step_{step}", self.root / step_folder(step)
-        if not (partial / "actor").is_dir():
-            raise CheckpointError(
-                f"trainer.default_local_dir={str(self.root)!r}: the ranks have written their "
-                f"checkpoint of step {step} elsewhere; it must be one folder that all nodes share"
-            )
+        partial, final = self._partial(step), self.root / step_folder(step)
         replaced = self.root / f".replaced_global_step_{step}"
-        _flush(partial)
         if final.exists():  # a resumed run reaches the same step again
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
@@ -256,6 +326,22 @@ class CheckpointFolder:
                     shutil.rmtree(folder)
 
 
+def _verified(folder: Path) -> Path:
+    verify(folder)
+    return folder
+
+
+def local_checkpoint(path: str) -> Path:
+    """The folder that `trainer.resume_from_path` names on this machine."""
+    folder = Path(path.removeprefix("file://")).expanduser()
+    if not folder.is_dir() or not tells_step(folder.name):
+        raise CheckpointError(
+            f"trainer.resume_from_path={str(folder)!r} is not an existing folder named "
+            "global_step_N"
+        )
+    return folder
+
+
 def read_part(path: Path, read: Callable[[Path], T]) -> T:
     """What `read` makes of one file of a checkpoint."""
     try:
@@ -264,6 +350,11 @@ def read_part(path: Path, read: Callable[[Path], T]) -> T:
         raise CheckpointError(
             f"{path} cannot be read, the checkpoint is incomplete or damaged: {error}"
         ) from error
+
+
+def read_position(folder: Path) -> Any:
+    """Where in the data a checkpoint was written."""
+    return read_file(folder / "data.pt")
 
 
 def _check_places(config: TrainerConfig) -> None:
@@ -304,7 +395,6 @@ def _full_disk_told(partial: Path) -> Iterator[None]:
 
 def _flush(folder: Path) -> None:
     """Have the files on disk before the rename that declares them complete."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+    for path in filter(Path.is_file, folder.rglob("*")):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())

@@ -13,6 +13,8 @@ from pathlib import Path
 from caldera.config import TrainerConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
+STARTED_ANEW = "0"
+"""What the tracker says of a run that has left earlier checkpoints behind and saved none yet."""
 ROLES = ("actor", "critic")
 _STEP_FOLDER = re.compile(r"global_step_(\d+)$")
 
@@ -43,7 +45,21 @@ def tracked_step(root: Path) -> int | None:
     """The newest complete step of a run's folder, if there is any."""
     tracker = root / TRACKER
     text = tracker.read_text().strip() if tracker.is_file() else ""
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isdigit() and text != STARTED_ANEW else None
+
+
+def complete_steps(root: Path) -> list[int]:
+    """The steps of all complete checkpoints of a run's folder, the newest first."""
+    return sorted(
+        (
+            step_of(path)
+            for path in (root.iterdir() if root.is_dir() else ())
+            if is_step_folder(path.name)
+            and (path / "actor").is_dir()
+            and (path / "data.pt").is_file()
+        ),
+        reverse=True,
+    )
 
 
 def expired_roles(

@@ -8,11 +8,12 @@ import atexit
 import logging
 import os
 import pydoc
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -21,9 +22,11 @@ from caldera.config import (
     PPOTrainerConfig,
     annotated_yaml,
     compose_config,
+    did_you_mean,
     help_text,
+    known_keys,
 )
-from caldera.errors import CalderaError
+from caldera.errors import CalderaError, ConfigError
 from caldera.tracking.console import LogHandler
 from caldera.trainer.environment import check_environment, log_level
 
@@ -41,6 +44,18 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """(options, config overrides), which may stand in any order: argparse would mind."""
     overrides = [text for text in arguments if "=" in text and not text.startswith("-")]
     return [text for text in arguments if text not in overrides], overrides
+
+
+def torchrun_rank() -> int | None:
+    """The rank of this process where torchrun has started several, else None."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    return int(os.environ.get("RANK", "0"))
+
+
+def leave_to_rank_0() -> None:
+    """Have Ctrl-C end this rank in silence, whatever it waits for: rank 0 says what there is to."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_entry_point(work: Callable[[], None], tell: Callable[[str], str] = str) -> int:
@@ -122,6 +137,8 @@ class ConfigCommand(Generic[C]):
     """Its first paragraph says what it does; examples follow."""
     config_name: str
     schema: type[C]
+    takes_torchrun: bool = field(default=False, kw_only=True)
+    """Whether processes of torchrun's can be its ranks."""
 
     def parser(self) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(
@@ -150,7 +167,12 @@ class ConfigCommand(Generic[C]):
     def read(self, argv: Sequence[str] | None = None) -> Asked:
         """What the command line says; by default that of this process."""
         options, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-        given = self.parser().parse_args(options)
+        parser = self.parser()
+        given, unknown = parser.parse_known_args(options)
+        if unknown:
+            key = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
+            hint = did_you_mean(key, known_keys(self.schema), {})
+            parser.error(f"{unknown[0]} is no option: values are written key=value{hint}")
         # What is no override is told so by the loader.
         overrides += getattr(given, "key=value")
         name = given.config_name.removesuffix(".yaml")
@@ -165,6 +187,10 @@ class ConfigCommand(Generic[C]):
     ) -> int:
         """Show what was asked for, or do the work; returns the exit status."""
         source = (asked.overrides, asked.config_name, asked.config_path)
+        rank = None if self.takes_torchrun else torchrun_rank()
+        if rank:  # rank 0 refuses
+            leave_to_rank_0()
+            return 0
         if asked.help is not None:
             keys = help_text(self.schema, asked.help)
             pydoc.pager(keys if asked.help else f"{self.parser().format_help()}\n{keys}")
@@ -174,17 +200,28 @@ class ConfigCommand(Generic[C]):
             if asked.cfg == "short":
                 composed = compose_config(*source, self.schema)
                 sys.stdout.write(annotated_yaml(composed, SHORT_PROFILE))
+                load(*source)  # a file to start from may be unfinished; what it lacks is an error
             elif asked.cfg == "job":
                 sys.stdout.write(annotated_yaml(load(*source)))
             else:
+                if rank is not None:
+                    raise self._refused_torchrun()
                 work(load(*source))
 
         status = run_entry_point(show_or_work, self._in_own_words)
         return leave_if_stopped(status) if asked.is_of_process else status
 
+    def _refused_torchrun(self) -> ConfigError:
+        groups = {each.name for each in fields(cast(Any, self.schema))}
+        how_many = "; trainer.n_gpus_per_node=N starts N processes" if "trainer" in groups else ""
+        return ConfigError(
+            f"torchrun has started {os.environ['WORLD_SIZE']} processes of {self.prog}, each of "
+            f"which would be a whole run: call it without torchrun{how_many}"
+        )
+
     def _in_own_words(self, message: str) -> str:
         """Samplers name their keys as training has them; elsewhere the group is at the top."""
-        if "rollout" not in {field.name for field in fields(cast(Any, self.schema))}:
+        if "rollout" not in {each.name for each in fields(cast(Any, self.schema))}:
             return message
         return message.replace("actor_rollout_ref.rollout", "rollout")
 

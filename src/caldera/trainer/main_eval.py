@@ -51,7 +51,10 @@ def run_eval(config: EvaluationConfig) -> None:
     from caldera.trainer.evaluation.run import evaluate, print_scores
 
     options = config.evaluation
-    function = get_custom_reward_fn(config.custom_reward_function) or score_by_data_source
+    custom = get_custom_reward_fn(config.custom_reward_function)
+    if custom is not None:
+        custom.check_call_by_place(("data_source", "solution_str", "ground_truth"))
+    function = custom or score_by_data_source
     workers = options.num_workers or os.cpu_count() or 1
     scoring = ProcessScoring(Positional(function), options.timeout, workers)
     print_scores(evaluate(config, scoring))

@@ -24,7 +24,8 @@ SAME = {
     ROLLOUT: (
         "name", "temperature", "top_k", "top_p", "prompt_length", "response_length", "seed",
         "dtype", "gpu_memory_utilization", "tensor_model_parallel_size", "engine_python",
-        "max_num_batched_tokens", "max_num_seqs", "ignore_eos",
+        "max_num_batched_tokens", "max_num_seqs", "ignore_eos", "min_p", "repetition_penalty",
+        "presence_penalty", "frequency_penalty", "stop_token_ids", "stop",
     ),
     "trainer": ("nnodes", "n_gpus_per_node", "worker_group", "device"),
 }  # fmt: skip

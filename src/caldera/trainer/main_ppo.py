@@ -27,6 +27,26 @@ are scored, and it learns from the scores.
 )
 
 
+def load_training(
+    overrides: Sequence[str], config_name: str, config_path: str | None
+) -> PPOTrainerConfig:
+    """The config of a run, with every value checked, and that its estimator can work with
+    `rollout.n`. Estimators of the user's own, which no module has registered yet, are not looked
+    at."""
+    config = load_config(overrides, config_name, config_path)
+    check_responses(config)
+    return config
+
+
+def check_responses(config: PPOTrainerConfig) -> None:
+    """Raise where one response a prompt is sampled for an estimator that compares several."""
+    if config.actor_rollout_ref.rollout.n > 1 or config.trainer.val_only:
+        return
+    from caldera.core_algos import check_group_size  # torch takes seconds to import
+
+    check_group_size(config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n)
+
+
 def run_ppo(config: PPOTrainerConfig) -> None:
     """Train as the config says."""
     from caldera.trainer.ppo.setup import run  # torch and transformers take seconds to import
@@ -44,7 +64,7 @@ def train(config: PPOTrainerConfig) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    return TRAIN.run(TRAIN.read(argv), load_config, train)
+    return TRAIN.run(TRAIN.read(argv), load_training, train)
 
 
 if __name__ == "__main__":

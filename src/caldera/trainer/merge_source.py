@@ -29,6 +29,7 @@ from caldera.models.fresh import parameters_on_meta
 from caldera.models.loading import exported_weights
 from caldera.tracking import TrainingProgress
 from caldera.trainer.checkpoint_layout import ROLES
+from caldera.trainer.checkpoint_manifest import verify
 
 DESCRIPTIONS = "huggingface"
 ADAPTER = "lora_adapter"
@@ -64,6 +65,7 @@ class CheckpointModel:
     def __init__(self, folder: Path, reading: Reading) -> None:
         self.folder = role_folder(folder)
         self.descriptions = reading.hf_model_path or self.folder / DESCRIPTIONS
+        verify(self.folder.parent, self.folder.name)
         self.stored = StoredModel(self.folder)
         if not self.stored.tensors:
             raise CheckpointError(f"{self.folder} holds no model, only other parts of a checkpoint")

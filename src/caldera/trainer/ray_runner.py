@@ -33,7 +33,7 @@ from caldera.single_controller.ray_pool import (
 )
 from caldera.single_controller.resource_pool import Slot
 from caldera.trainer.bundle import COMMAND_VARIABLE
-from caldera.trainer.generation.run import SECONDS_OF_SAMPLING
+from caldera.trainer.groups import timeout_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class RayGroups:
             on_ray,
             create_colocated_worker_cls(recipes),
             ray_wait_register_center_timeout=trainer.ray_wait_register_center_timeout,
-            timeout_s=_timeout_s(self.config),
+            timeout_s=timeout_of(self.config),
             folder=self.folder,
             name="_".join(recipes),
         )
@@ -146,14 +146,6 @@ def _pools(config: RunConfig) -> list[RayResourcePool]:
         if reward_model.enable and reward_model.enable_resource_pool:
             sizes.append([reward_model.n_gpus_per_node] * reward_model.nnodes)
     return [_pool(config, size) for size in sizes]
-
-
-def _timeout_s(config: RunConfig) -> float:
-    if isinstance(config, PPOTrainerConfig):
-        return config.actor_rollout_ref.nccl_timeout
-    if isinstance(config, GenerationConfig):
-        return SECONDS_OF_SAMPLING
-    return config.trainer.nccl_timeout
 
 
 def _pool(config: RunConfig, processes_on_nodes: list[int]) -> RayResourcePool:

@@ -25,6 +25,7 @@ from caldera.trainer.checkpoint_layout import (
     step_folder,
     step_of,
 )
+from caldera.trainer.checkpoint_manifest import MANIFEST
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class RemoteCheckpoints:
         self._transfer = transfer = Transfer(
             f"uploading {name} to {self.shown}", sum(sizes.values()), SECONDS_BETWEEN_LINES
         )
-        for file in sizes:
+        for file in sorted(sizes, key=MANIFEST.__eq__):  # which is last, when all it names is there
             self._put(folder / file, f"{name}/{file}", transfer)
         found = self._again(lambda: self._store.files(name), f"looking at {name}")
         there = {file.name: file.size for file in found}

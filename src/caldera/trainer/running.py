@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TypeAlias
 
 from caldera.config import PPOTrainerConfig, SFTTrainerConfig
-from caldera.storage import is_url
+from caldera.errors import CheckpointError, ConfigError
+from caldera.storage import is_fetched, is_url
 from caldera.storage.locks import locked_folder
 from caldera.tracking import Tracking
 from caldera.tracking.console import print_line
 from caldera.tracking.dumps import write_text_atomic
 from caldera.trainer.bundle import write_bundle
+from caldera.trainer.checkpoint import local_checkpoint
 from caldera.trainer.checkpoint_layout import step_folder, tracked_step
 from caldera.trainer.secrets import masked_dict, masked_yaml
 
@@ -30,6 +32,22 @@ def locked_run(config: RunConfig) -> AbstractContextManager[None]:
     return locked_folder(_folder(config), f"trainer.default_local_dir={folder!r}")
 
 
+def check_folders(config: RunConfig) -> None:
+    """The folders that are read or written after models were loaded can be."""
+    trainer = config.trainer
+    for name in ("rollout_data_dir", "validation_data_dir"):
+        if folder := getattr(trainer, name, None):
+            try:
+                Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"trainer.{name}={folder!r}: no folder can be made there: {error.strerror}"
+                ) from error
+    start = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
+    if start and not is_fetched(start):
+        local_checkpoint(start)
+
+
 def open_run(config: RunConfig, run_dir: Path, step: int, last_step: int) -> Tracking:
     """The loggers of a run that is at this step; its folder says how to repeat it.
 
@@ -42,8 +60,27 @@ def open_run(config: RunConfig, run_dir: Path, step: int, last_step: int) -> Tra
         write_bundle(run_dir / name, config, "trainer.default_local_dir")
     return Tracking(
         trainer.project_name, trainer.experiment_name, trainer.logger, masked_dict(config),
-        run_dir, step,
+        run_dir, step, trainer.console_metrics,
     )  # fmt: skip
+
+
+def check_steps_left(config: RunConfig, step: int, last_step: int) -> None:
+    """Say that a resumed run has nothing left to train; one that is beyond its end is an error."""
+    trainer = config.trainer
+    if step == 0 or step < last_step or getattr(trainer, "val_only", False):
+        return
+    steps = f"trainer.total_training_steps={trainer.total_training_steps}"
+    if trainer.total_training_steps is None:
+        steps = f"trainer.total_epochs={trainer.total_epochs} epochs of the data"
+    if step > last_step:
+        raise CheckpointError(
+            f"the checkpoint is of step {step}, but the run ends at step {last_step} ({steps}): "
+            "nothing would be trained; raise it above, or trainer.resume_mode=disable starts anew"
+        )
+    print_line(
+        f"Nothing is left to train: the checkpoint is of step {step}, the run's last ({steps}). "
+        "To train on, raise trainer.total_training_steps or trainer.total_epochs"
+    )
 
 
 @contextmanager

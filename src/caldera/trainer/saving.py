@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from caldera.config import PPOTrainerConfig
 from caldera.errors import CalderaError
+from caldera.single_controller import WorkerGroup
+from caldera.tracking import Tracking
 from caldera.trainer.checkpoint import CheckpointFolder
-from caldera.trainer.ppo.dealing import DealtGroup
 
 logger = logging.getLogger(__name__)
 
 
-def background_writers(
-    config: PPOTrainerConfig, actor: DealtGroup, critic: DealtGroup | None
-) -> list[DealtGroup]:
-    """The groups that go on writing a checkpoint while the next step runs."""
-    writers = [actor] if config.actor_rollout_ref.actor.checkpoint.async_save else []
-    if critic is not None and config.critic.checkpoint.async_save:
-        writers.append(critic)
-    return writers
+def saving_time_logger(
+    tracking: Tracking, checkpoints: CheckpointFolder, step: int
+) -> Callable[[], None]:
+    """Logs the seconds from now until it is called, as the time that the step's save took."""
+    started = time.perf_counter()
+
+    def log() -> None:
+        seconds = time.perf_counter() - started
+        tracking.log({"timing_s/save_checkpoint": seconds} | checkpoints.metrics(), step)
+
+    return log
 
 
 class CheckpointSaves:
@@ -33,17 +37,27 @@ class CheckpointSaves:
     returns when all have. Without such groups a save is complete when it returns.
     """
 
-    def __init__(self, checkpoints: CheckpointFolder, writers: Sequence[DealtGroup]) -> None:
+    def __init__(self, checkpoints: CheckpointFolder, writers: Sequence[WorkerGroup]) -> None:
         self._checkpoints = checkpoints
         self._writers = writers
 
-    def save(self, step: int, write: Callable[[Path], None]) -> None:
-        """Save, once the save before is complete."""
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        written: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Save, once the save before is complete.
+
+        `written` is called before the checkpoint is complete: what it does is never lost by a
+        kill, after which the run either goes on from this checkpoint or repeats the step.
+        """
         if not self._writers:
-            self._checkpoints.save(step, write)
+            self._checkpoints.save(step, write, written)
             return
         self.finish()
         self._checkpoints.begin(step, write)
+        written()
 
     def poll(self) -> None:
         """Complete the save in flight if all have written."""

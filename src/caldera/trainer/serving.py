@@ -18,13 +18,13 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from caldera.config import ModelConfig
+from caldera.config.machine import log_chosen
 from caldera.config.serve import ServeConfig, resolve_serve, sampler_config
 from caldera.data import hf_tokenizer
 from caldera.errors import ConfigError
 from caldera.models.forward import base_module
 from caldera.models.loading import import_external
 from caldera.rollout import ROLLOUTS, AsyncSampler, Rollout
-from caldera.rollout.engines.rollout import EngineRollout
 from caldera.serving import Account, ChatModel, Recorder, SessionServer
 from caldera.tools.parsing import TOOL_PARSERS
 from caldera.tracking.console import print_line
@@ -70,8 +70,7 @@ def serve(config: ServeConfig) -> None:
 def start(config: ServeConfig) -> Serving:
     """A sampler and its server, which answers already."""
     disable_progress_bar()  # of transformers
-    if chosen := resolve_serve(config, torch.cuda.device_count()):
-        logger.info("chosen for this machine: %s", ", ".join(chosen))
+    log_chosen(resolve_serve(config, torch.cuda.device_count()))
     model = ModelConfig(
         path=config.model.path, trust_remote_code=config.model.trust_remote_code,
         external_lib=config.model.external_lib,
@@ -98,7 +97,7 @@ def start(config: ServeConfig) -> Serving:
     server = SessionServer(
         sampler, served, config.server.host, config.server.port, seed=keys.seed,
         tool_format=config.server.tool_format, recorder=Recorder(config.server.max_sessions),
-        restarts=lambda: rollout.restarts if isinstance(rollout, EngineRollout) else 0,
+        restarts=lambda: rollout.restarts,
     )  # fmt: skip
     return Serving(rollout, sampler, server)
 

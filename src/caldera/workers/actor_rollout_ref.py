@@ -6,12 +6,17 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from caldera.config import ActorRolloutRefConfig, FSDPConfig, RefConfig, RolloutConfig
-from caldera.config.rollout_checks import ENGINE_SAMPLERS
+from caldera.config import (
+    ActorRolloutRefConfig,
+    CheckpointConfig,
+    FSDPConfig,
+    ModelConfig,
+    RefConfig,
+    RolloutConfig,
+)
 from caldera.engine import Engine, EngineOptions, OutputName, Outputs
 from caldera.errors import ConfigError
 from caldera.models.forward import base_module, without_adapter
@@ -20,7 +25,6 @@ from caldera.protocol import DataProto
 from caldera.rollout import ROLLOUTS, Rollout
 from caldera.rollout.base import OnFinished
 from caldera.rollout.batch import completions_to_batch, requests_from_batch, sampling_params
-from caldera.rollout.engines.rollout import EngineRollout
 from caldera.rollout.native.parallel.engine import TensorParallelRollout
 from caldera.single_controller import (
     Dispatch,
@@ -30,24 +34,27 @@ from caldera.single_controller import (
 from caldera.workers.agents import Agents, MakeAgents
 from caldera.workers.building import (
     build_engine,
+    check_stop_tokens,
     compiles,
+    decoder,
     largest_norm,
     megatron_of,
     memory_of,
     register_mesh,
     register_sampling_mesh,
-    save_role,
     stop_tokens,
 )
+from caldera.workers.choosing import WORKERS
 from caldera.workers.inputs import MASKED_ANSWERS, POLICY_LOSS, PROMPTS, REWARD_ROWS
 from caldera.workers.losses import policy_loss
 from caldera.workers.phases import mfu_timer, on_device
 from caldera.workers.plans import log_prob_plan, update_plan
 from caldera.workers.profiling import ProfiledWorker, profiled
 from caldera.workers.scoring import MakeScorer, NoScoring, RolloutScoring, Scorer
-from caldera.workers.sharding_manager import ShardingManager
 from caldera.workers.tracing import MakeTracer, NoTracing, RolloutTracing, Tracer
+from caldera.workers.trained import TrainedWorker
 from caldera.workers.updates import train_epochs
+from caldera.workers.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +65,8 @@ ON_SAMPLER = make_nd_compute_dataproto_dispatch_fn("rollout")
 """Ranks that sample together get the same rows."""
 
 
-class ActorRolloutRefWorker(ProfiledWorker):
+@WORKERS.register("policy")
+class ActorRolloutRefWorker(TrainedWorker, ProfiledWorker):
     """Actor, sampler and, when the role says so, reference, on the same device."""
 
     def __init__(
@@ -96,10 +104,14 @@ class ActorRolloutRefWorker(ProfiledWorker):
         register_mesh(self, "actor", self.actor)
         register_sampling_mesh(self, "rollout", self.config.rollout)
         self._warn_of_length()
+        check_stop_tokens(self.actor.module, self.config.rollout, "actor_rollout_ref.rollout")
         self.rollout = self._build_rollout()
+        if self.config.rollout.stop:
+            self.rollout.decode = decoder(model)
         self.reference = self._build_reference()
         free_cache = self.config.rollout.free_cache_engine
-        self.sharding_manager = ShardingManager(self.actor, self.rollout, free_cache)
+        trainer_dtype = DTYPES[memory.dtype or memory.model_dtype]
+        self.weight_sync = WeightSync(self.actor, self.rollout, free_cache, trainer_dtype)
         self.actor.offload()
 
     def close(self) -> None:
@@ -113,12 +125,10 @@ class ActorRolloutRefWorker(ProfiledWorker):
 
         Of ranks that sample together the first answers.
         """
-        if not isinstance(self.rollout, TensorParallelRollout):
-            return self._sample(prompts)
         if self.rollout.leads:
             with self.rollout.leading():
                 return self._sample(prompts)
-        with self.sharding_manager:
+        with self.weight_sync:
             self.rollout.follow()
         return DataProto()
 
@@ -129,7 +139,7 @@ class ActorRolloutRefWorker(ProfiledWorker):
         if self._make_agents is not None:
             return self._run_agents(prompts, seeds, stops)
         requests = requests_from_batch(prompts, config, stops, seeds)
-        with self._begin_scoring(prompts) as scoring, self.sharding_manager:
+        with self._begin_scoring(prompts) as scoring, self.weight_sync:
             tracing = self._begin_tracing(prompts, scoring.on_finished)
             completions = self.rollout.generate(requests, tracing.on_finished)
         answers = scoring.join(completions_to_batch(
@@ -163,7 +173,7 @@ class ActorRolloutRefWorker(ProfiledWorker):
             tensors["full_kl"] = outputs["full_kl"]
         return DataProto.from_dict(tensors)
 
-    @register(dispatch_mode=ON_ACTOR, needs=(*MASKED_ANSWERS, *POLICY_LOSS))
+    @register(dispatch_mode=ON_ACTOR, needs=(*MASKED_ANSWERS, *POLICY_LOSS), in_mini_batches=True)
     @profiled("actor")
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on the batch; returns metrics alone."""
@@ -185,7 +195,7 @@ class ActorRolloutRefWorker(ProfiledWorker):
     @profiled("rollout")
     def update_weights(self) -> None:
         """Give the sampler the actor's newest weights now, not when it is next asked to sample."""
-        self.sharding_manager.update_weights()
+        self.weight_sync.update_weights()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_traces(self) -> None:
@@ -193,27 +203,8 @@ class ActorRolloutRefWorker(ProfiledWorker):
         if self._tracer is not None:
             self._tracer.finish()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: Path) -> None:
-        """Write the actor into the folder."""
-        with on_device(self.actor, optimizer=True):
-            save_role(self.actor, folder, self.config.actor.checkpoint, self.config.model)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def checkpoint_written(self) -> bool:
-        """Whether everything that `save_checkpoint` has to write is written."""
-        return self.actor.is_saved()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def wait_for_checkpoint(self) -> None:
-        """Return once it is."""
-        self.actor.wait_for_save()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: Path) -> None:
-        """Read the actor back."""
-        with on_device(self.actor, optimizer=True):
-            self.actor.load(folder, self.config.actor.checkpoint.load_contents)
+    def _trained(self) -> tuple[Engine, CheckpointConfig, ModelConfig]:
+        return self.actor, self.config.actor.checkpoint, self.config.model
 
     def _run_agents(self, prompts: DataProto, seeds: list[int], stops: set[int]) -> DataProto:
         """Sample a trajectory a row, of as many turns as its agent loop takes."""
@@ -223,7 +214,7 @@ class ActorRolloutRefWorker(ProfiledWorker):
         rows = list(prompts.non_tensor_batch[REWARD_ROWS])
         params = sampling_params(prompts.meta_info, self.config.rollout, stops)
         pad = prompts.meta_info["pad_token_id"]
-        with self._begin_scoring(prompts) as scoring, self.sharding_manager:
+        with self._begin_scoring(prompts) as scoring, self.weight_sync:
             tracing = self._begin_tracing(prompts, scoring.on_finished)
             answers = self._agents(rows, seeds, self.rollout, params, pad, tracing.on_finished)
         answers = scoring.join(answers)
@@ -259,11 +250,9 @@ class ActorRolloutRefWorker(ProfiledWorker):
         part of one that several ranks share, or an engine with a model of its own."""
         config, memory = self.config.rollout, self._memory()
         module = self.actor.module
-        if config.name in ENGINE_SAMPLERS:
-            rollout = ROLLOUTS[config.name](config, module, self.device)
-            assert isinstance(rollout, EngineRollout), "these names are the engines'"
-            rollout.trainer_dtype = DTYPES[memory.dtype or memory.model_dtype]
-            return rollout
+        sampler = ROLLOUTS[config.name or "native"]
+        if sampler.owns_weights:
+            return sampler(config, module, self.device)
         dtype = DTYPES[config.dtype or memory.model_dtype]
         # adapters come over merged
         plain = replace(self.config.model, lora_rank=0, lora_adapter_path=None)
@@ -280,7 +269,7 @@ class ActorRolloutRefWorker(ProfiledWorker):
                     "same precision"
                 )
             module = load_policy(plain, dtype, memory.seed, MODEL_KEY).to(self.device)
-        return ROLLOUTS[config.name or "native"](config, module, self.device)
+        return sampler(config, module, self.device)
 
     def _build_reference(self) -> Engine | None:
         """With an adapter it is the actor itself, to be run without it."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from caldera.config import (
     ActorConfig,
@@ -23,9 +22,11 @@ from caldera.config import (
 from caldera.config.strategies import MEGATRON
 from caldera.data import hf_tokenizer
 from caldera.engine import ENGINES, Engine, EngineOptions
+from caldera.errors import ConfigError
 from caldera.models.forward import base_module
 from caldera.models.loading import Built
-from caldera.models.seeds import derive_seed
+from caldera.rollout.base import Decode
+from caldera.seeds import derive_seed, seed_everything
 from caldera.single_controller import Worker
 
 SHARDING = ("fsdp", "fsdp2")
@@ -48,7 +49,7 @@ def build_engine(
     built = build(is_empty)
     engine = ENGINES[strategy](built.module, built.source, device, options)
     if _ranks() > 1:  # a process of its own, whose generators nobody has seeded
-        _seed_everything(derive_seed(options.memory.seed, "rank", engine.dp_rank))
+        seed_everything(derive_seed(options.memory.seed, "rank", engine.dp_rank))
     return engine
 
 
@@ -88,8 +89,7 @@ def register_mesh(worker: Worker, name: str, engine: Engine) -> None:
 
 def register_sampling_mesh(worker: Worker, name: str, rollout: RolloutConfig) -> None:
     """The same for sampling: ranks that do it together get the same rows, and the first answers."""
-    is_native = (rollout.name or "native") == "native"
-    size = rollout.tensor_model_parallel_size if is_native else 1  # engines are each rank's own
+    size = min(rollout.tensor_model_parallel_size, _ranks())  # one rank may have several devices
     worker._register_dispatch_collect_info(name, worker.rank // size, worker.rank % size == 0)
 
 
@@ -98,6 +98,30 @@ def stop_tokens(module: nn.Module, eos_token_id: int | None) -> set[int]:
     own = base_module(module).generation_config.eos_token_id
     listed = own if isinstance(own, list) else [own]
     return {int(token) for token in [eos_token_id, *listed] if token is not None}
+
+
+def check_stop_tokens(module: nn.Module, config: RolloutConfig, key: str) -> None:
+    """Raise unless the model has every token of `stop_token_ids` in the group `key`."""
+    vocabulary = base_module(module).config.vocab_size
+    if any(token >= vocabulary for token in config.stop_token_ids or ()):
+        raise ConfigError(
+            f"{key}.stop_token_ids={config.stop_token_ids}: the model has the tokens 0 to "
+            f"{vocabulary - 1}"
+        )
+
+
+def decoder(model: ModelConfig) -> Decode:
+    """From tokens to the text in which stop strings are looked for."""
+    tokenizer = _tokenizer(model)
+    return lambda token_ids: str(tokenizer.decode(list(token_ids)))
+
+
+def _tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    return hf_tokenizer(
+        model.tokenizer_path or model.path or "",
+        trust_remote_code=model.trust_remote_code,
+        custom_chat_template=model.custom_chat_template,
+    )
 
 
 def _ranks() -> int:
@@ -112,13 +136,6 @@ def _join_alone() -> None:
             store=dist.HashStore(),  # type: ignore[attr-defined]
             rank=0, world_size=1,
         )  # fmt: skip
-
-
-def _seed_everything(seed: int) -> None:
-    """What draws from a global generator, such as dropout, draws the same in every run."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def save_role(
@@ -139,11 +156,7 @@ def _save_descriptions(
 ) -> None:
     target = folder / "huggingface"
     hugging_face = base_module(module)
-    tokenizer = hf_tokenizer(
-        model.tokenizer_path or model.path or "",
-        trust_remote_code=model.trust_remote_code,
-        custom_chat_template=model.custom_chat_template,
-    )
+    tokenizer = _tokenizer(model)
     tokenizer.save_pretrained(target)
     if hugging_face.can_generate():
         hugging_face.generation_config.save_pretrained(target)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from caldera.config import CriticConfig
-from caldera.engine import EngineOptions, ForwardPlan
+from caldera.config import CheckpointConfig, CriticConfig, ModelConfig
+from caldera.engine import Engine, EngineOptions, ForwardPlan
 from caldera.models.loading import DTYPES, build_value_model
 from caldera.protocol import DataProto
 from caldera.single_controller import (
@@ -23,18 +22,20 @@ from caldera.workers.building import (
     megatron_of,
     memory_of,
     register_mesh,
-    save_role,
 )
+from caldera.workers.choosing import WORKERS
 from caldera.workers.inputs import MASKED_ANSWERS, VALUE_LOSS
 from caldera.workers.losses import value_loss
 from caldera.workers.phases import on_device
 from caldera.workers.profiling import ProfiledWorker, profiled
+from caldera.workers.trained import TrainedWorker
 from caldera.workers.updates import train_epochs
 
 ON_CRITIC = make_nd_compute_dataproto_dispatch_fn("critic")
 
 
-class CriticWorker(ProfiledWorker):
+@WORKERS.register("critic")
+class CriticWorker(TrainedWorker, ProfiledWorker):
     def __init__(self, config: CriticConfig, rollout_n: int, device: str) -> None:
         super().__init__({"critic": config.profiler})
         self.config = config
@@ -72,7 +73,7 @@ class CriticWorker(ProfiledWorker):
             values = self.engine.infer(data, plan)["values"]
         return DataProto.from_dict({"values": values})
 
-    @register(dispatch_mode=ON_CRITIC, needs=(*MASKED_ANSWERS, *VALUE_LOSS))
+    @register(dispatch_mode=ON_CRITIC, needs=(*MASKED_ANSWERS, *VALUE_LOSS), in_mini_batches=True)
     @profiled("critic")
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on the batch; returns metrics alone."""
@@ -89,24 +90,5 @@ class CriticWorker(ProfiledWorker):
             )  # fmt: skip
         return DataProto(meta_info={"metrics": metrics})
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: Path) -> None:
-        """Write the critic into the folder."""
-        with on_device(self.engine, optimizer=True):
-            save_role(self.engine, folder, self.config.checkpoint, self.config.model)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def checkpoint_written(self) -> bool:
-        """Whether everything that `save_checkpoint` has to write is written."""
-        return self.engine.is_saved()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def wait_for_checkpoint(self) -> None:
-        """Return once it is."""
-        self.engine.wait_for_save()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: Path) -> None:
-        """Read the critic back."""
-        with on_device(self.engine, optimizer=True):
-            self.engine.load(folder, self.config.checkpoint.load_contents)
+    def _trained(self) -> tuple[Engine, CheckpointConfig, ModelConfig]:
+        return self.engine, self.config.checkpoint, self.config.model

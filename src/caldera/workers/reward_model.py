@@ -36,6 +36,7 @@ from caldera.workers.building import (
     register_mesh,
 )
 from caldera.workers.chat_server import ChatServer, serve_language_model
+from caldera.workers.choosing import WORKERS
 from caldera.workers.inputs import CONVERSATIONS
 from caldera.workers.phases import on_device
 from caldera.workers.profiling import ProfiledWorker, profiled
@@ -46,6 +47,7 @@ MODEL_KEY = "reward_model.model"
 ON_REWARD = make_nd_compute_dataproto_dispatch_fn("reward")
 
 
+@WORKERS.register("reward_model")
 class RewardModelWorker(ProfiledWorker):
     """Reads the actor's tokens, or conversations of its own making, and is never trained.
 

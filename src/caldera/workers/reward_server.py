@@ -11,11 +11,10 @@ special tokens that the model's tokenizer adds. Scores are the model's own, with
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from caldera.errors import CalderaError, DataError
 from caldera.serving.http_server import HttpServer, Reply, Request, error_reply, json_reply
+from caldera.web import read_object
 from caldera.workers.batching import Batcher, ScoreTokens
 
 PATHS = ("/classify", "/v1/embeddings")
@@ -119,17 +119,12 @@ class RewardServer:
 
 def _read(body: bytes, model: ServedModel) -> list[list[int]]:
     """The sequences of a request; raises DataError where it cannot be answered."""
-    try:
-        request = json.loads(body)
-    except ValueError as error:
-        raise DataError(f"the request is not JSON: {error}") from error
-    if not isinstance(request, Mapping):
-        raise DataError("the request must be a JSON object")
+    request = read_object(body)
     for key in ("activation", "use_activation"):
         if request.get(key):
-            raise DataError(f"{key}={request[key]!r}: scores have no activation; takes false")
+            raise DataError(f"{key}={request[key]!r:.100}: scores have no activation; takes false")
     if request.get("encoding_format", "float") != "float":
-        raise DataError(f"encoding_format={request['encoding_format']!r}: takes float")
+        raise DataError(f"encoding_format={request['encoding_format']!r:.100}: takes float")
     sequences = [_tokens(item, model) for item in _items(request.get("input"))]
     for tokens in sequences:
         if not tokens or (model.max_length is not None and len(tokens) > model.max_length):

@@ -9,24 +9,35 @@ import torch
 from torch import nn
 
 from caldera.config import ModelConfig, RolloutConfig
-from caldera.config.rollout_checks import REMOTE
 from caldera.data import object_array
 from caldera.models.forward import base_module
 from caldera.models.loading import DTYPES, load_policy, shape_of_policy
 from caldera.protocol import DataProto
 from caldera.rollout import ROLLOUTS, Completion, Request, Rollout, StepwiseRollout
 from caldera.rollout.batch import requests_from_batch
-from caldera.single_controller import Dispatch, Worker, register
-from caldera.workers.building import stop_tokens
+from caldera.single_controller import (
+    Dispatch,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+from caldera.workers.building import (
+    check_stop_tokens,
+    decoder,
+    register_sampling_mesh,
+    stop_tokens,
+)
 
 logger = logging.getLogger(__name__)
 
 MODEL_KEY = "model"
+ON_SAMPLER = make_nd_compute_dataproto_dispatch_fn("rollout")
 PROMPT_IDS, SEEDS, RESPONSE_IDS = "raw_prompt_ids", "sample_seeds", "response_ids"
 
 
 class SamplerWorker(Worker):
-    """Each rank has the whole model. A row is a prompt with the seeds of its n samples."""
+    """Each rank has the whole model, or shares an engine that has. A row is a prompt with the seeds
+    of its n samples."""
 
     def __init__(
         self, model: ModelConfig, rollout: RolloutConfig, eos_token_id: int | None, device: str
@@ -42,7 +53,11 @@ class SamplerWorker(Worker):
         """Load the weights, in the precision of sampling, and build the sampler."""
         config = self.config
         module = load_sampled(self.model, str(config.name), str(config.dtype), config.seed)
+        register_sampling_mesh(self, "rollout", config)
+        check_stop_tokens(module, config, "rollout")
         self.rollout = build_sampler(config, module, self.device)
+        if config.stop:
+            self.rollout.decode = decoder(self.model)
         self._stop_tokens = stop_tokens(module, self.eos_token_id)
         most = getattr(base_module(module).config, "max_position_embeddings", None)
         asked = config.prompt_length + config.response_length
@@ -56,9 +71,14 @@ class SamplerWorker(Worker):
         if hasattr(self, "rollout"):  # not before `init_model`
             self.rollout.close()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, needs=(PROMPT_IDS, SEEDS))
+    @register(dispatch_mode=ON_SAMPLER, needs=(PROMPT_IDS, SEEDS))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Sample as many answers a row as it has seeds; returns their tokens, without padding."""
+        """Sample as many answers a row as it has seeds; returns their tokens, without padding.
+
+        Of ranks that share an engine the first answers.
+        """
+        if not self.rollout.leads:
+            return DataProto()
         counts = [len(seeds) for seeds in prompts.non_tensor_batch[SEEDS]]
         seeds = [int(seed) for row in prompts.non_tensor_batch[SEEDS] for seed in row]
         samples = prompts.sample_level_repeat(counts)
@@ -79,15 +99,15 @@ class SamplerWorker(Worker):
 def load_sampled(model: ModelConfig, sampler: str, dtype: str, seed: int) -> nn.Module:
     """What the sampler of that name samples from. A server elsewhere has weights of its own: of the
     model here, which may be far too large for this machine, the shape is enough."""
-    if sampler == REMOTE:
+    if not ROLLOUTS[sampler].takes_weights:
         return shape_of_policy(model, MODEL_KEY)
     return load_policy(model, DTYPES[dtype], seed, MODEL_KEY)
 
 
 def build_sampler(config: RolloutConfig, module: nn.Module, device: torch.device) -> Rollout:
     """A sampler of the weights that the module has; an engine takes them when it first samples."""
-    placed = module if config.name == REMOTE else module.to(device)
-    return ROLLOUTS[str(config.name)](config, placed, device)
+    sampler = ROLLOUTS[str(config.name)]
+    return sampler(config, module.to(device) if sampler.takes_weights else module, device)
 
 
 def _groups(requests: Sequence[Request], counts: Sequence[int]) -> Iterator[Sequence[Request]]:

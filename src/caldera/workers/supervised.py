@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-from caldera.config import FSDPConfig, SFTTrainerConfig
+from caldera.config import CheckpointConfig, FSDPConfig, ModelConfig, SFTTrainerConfig
 from caldera.engine import Engine, EngineOptions, ForwardPlan
 from caldera.models.forward import without_adapter
 from caldera.models.loading import DTYPES, Built
 from caldera.protocol import DataProto, tensors_of
 from caldera.single_controller import (
     Dispatch,
-    Worker,
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
@@ -23,10 +20,11 @@ from caldera.workers.building import (
     megatron_of,
     memory_of,
     register_mesh,
-    save_role,
 )
+from caldera.workers.choosing import WORKERS
 from caldera.workers.objective import Objective
 from caldera.workers.phases import on_device
+from caldera.workers.trained import TrainedWorker
 from caldera.workers.updates import train_epochs
 
 MESH = "supervised"
@@ -34,7 +32,8 @@ ON_MODEL = make_nd_compute_dataproto_dispatch_fn(MESH)
 TRAIN = "train"
 
 
-class SupervisedWorker(Worker):
+@WORKERS.register("supervised")
+class SupervisedWorker(TrainedWorker):
     """Rows are as `Objective.collate` makes them."""
 
     def __init__(
@@ -62,7 +61,7 @@ class SupervisedWorker(Worker):
         self.reference = self._build_reference()
         self.engine.offload()
 
-    @register(dispatch_mode=ON_MODEL)
+    @register(dispatch_mode=ON_MODEL, in_mini_batches=True)
     def train_batch(self, data: DataProto) -> DataProto:
         """One optimiser step on the batch; returns metrics alone, `train/loss` among them."""
         self._add_reference(data)
@@ -84,27 +83,8 @@ class SupervisedWorker(Worker):
         added = ("ref_log_prob",) if self.reference is not None else ()
         return DataProto.from_dict(outputs | {key: tensors_of(data)[key] for key in added})
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: Path) -> None:
-        """Write the model into the folder."""
-        with on_device(self.engine, optimizer=True):
-            save_role(self.engine, folder, self.config.trainer.checkpoint, self.config.model)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def checkpoint_written(self) -> bool:
-        """Whether everything that `save_checkpoint` has to write is written."""
-        return self.engine.is_saved()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def wait_for_checkpoint(self) -> None:
-        """Return once it is."""
-        self.engine.wait_for_save()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: Path) -> None:
-        """Read the model back."""
-        with on_device(self.engine, optimizer=True):
-            self.engine.load(folder, self.config.trainer.checkpoint.load_contents)
+    def _trained(self) -> tuple[Engine, CheckpointConfig, ModelConfig]:
+        return self.engine, self.config.trainer.checkpoint, self.config.model
 
     def _build(self, empty: bool) -> Built:
         memory = self._memory()

@@ -15,7 +15,7 @@ from caldera.registry import Registry
 from caldera.reward import REWARD_MANAGERS
 from caldera.tools.parsing import TOOL_PARSERS
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "compat" / "verl"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "compat/verl/src"))
 
 OWN = "compat_"
 REGISTRIES: tuple[Registry[Any], ...] = (

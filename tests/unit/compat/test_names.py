@@ -162,6 +162,6 @@ def test_help_does_not_wait_for_torch() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code], text=True, capture_output=True,
-        env={"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'compat/verl'}", "PATH": ""},
+        env={"PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY / 'compat/verl/src'}", "PATH": ""},
     )  # fmt: skip
     assert (done.stdout, done.stderr) == ("False\n", "")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caldera.data import (
-    balance_order,
+from caldera.errors import ConfigError, ProtocolError
+from caldera.protocol.balance import (
     balance_partitions,
     get_seqlen_balanced_partitions,
     log_seqlen_unbalance,
@@ -15,7 +15,6 @@ from caldera.data import (
     micro_batches_by_tokens,
     workload,
 )
-from caldera.errors import ConfigError, ProtocolError
 
 lengths_lists = st.lists(st.integers(0, 60_000), min_size=1, max_size=24)
 
@@ -72,12 +71,11 @@ def test_splits_that_cannot_be() -> None:
         get_seqlen_balanced_partitions([1, 2, 3], 2, equal_size=True)
 
 
-def test_balance_order_keeps_short_sequences_at_both_ends() -> None:
+def test_parts_have_short_sequences_at_both_ends() -> None:
     lengths = [5, 1, 6, 2, 7, 3, 8, 4]
-    order = balance_order(lengths, 1)
-    assert [lengths[i] for i in order] == [2, 4, 6, 8, 7, 5, 3, 1]
+    (whole,) = balance_partitions(lengths, 1)
+    assert [lengths[i] for i in whole] == [2, 4, 6, 8, 7, 5, 3, 1]
     parts = balance_partitions(lengths, 2)
-    assert balance_order(lengths, 2) == parts[0] + parts[1]
     assert sorted(sums(lengths, parts)) == [18, 18]
     for part in parts:
         first, *middle, last = [lengths[i] for i in part]

@@ -9,18 +9,17 @@ import pytest
 import torch
 
 from caldera.protocol import DataProto, tensors_of
-from caldera.single_controller import Dispatch, Worker, WorkerGroup, register
-from caldera.trainer.ppo.dealing import DealtGroup, deal
+from caldera.single_controller import Balancing, Dispatch, Worker, WorkerGroup, register
 
 
 def test_without_balancing_rows_are_dealt_in_order() -> None:
-    assert deal([1] * 4, 2, balance=False) == [[0, 1], [2, 3]]
-    assert deal([1] * 8, 2, balance=False, mini_batch_size=4) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert Balancing(False).partition([1] * 4, 2) == [[0, 1], [2, 3]]
+    assert Balancing(False, 4).partition([1] * 8, 2, True) == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 def test_ranks_get_the_same_work() -> None:
     lengths = [100, 1, 1, 100, 50, 51, 50, 49]
-    parts = deal(lengths, 2, balance=True)
+    parts = Balancing().partition(lengths, 2)
     assert sorted(parts[0] + parts[1]) == list(range(8))
     first, second = (sum(lengths[row] for row in part) for part in parts)
     assert abs(first - second) <= 2
@@ -32,7 +31,7 @@ def test_a_mini_batch_has_the_same_members_for_any_number_of_ranks(
     ranks: int, balance: bool
 ) -> None:
     lengths = [(7 * i) % 13 + 1 for i in range(24)]
-    parts = deal(lengths, ranks, balance, mini_batch_size=8)
+    parts = Balancing(balance, 8).partition(lengths, ranks, in_mini_batches=True)
     share = 8 // ranks
     for number in range(3):
         members = [row for part in parts for row in part[number * share : (number + 1) * share]]
@@ -44,7 +43,7 @@ class Doubler(Worker):
     def double(self, data: DataProto) -> DataProto:
         return DataProto.from_dict({"doubled": 2 * tensors_of(data)["value"]})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, in_mini_batches=True)
     def update(self, data: DataProto) -> DataProto:
         return DataProto(meta_info={"metrics": {"rows": tensors_of(data)["value"].tolist()}})
 
@@ -61,11 +60,12 @@ class Doubler(Worker):
 class Ranks(WorkerGroup):
     """Several ranks in this process."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, balancing: Balancing | None = None) -> None:
         self.workers = [Doubler() for _ in range(count)]
         for rank, worker in enumerate(self.workers):
             worker.place(rank, count)
         super().__init__(Doubler, count)
+        self.balancing = balancing
 
     def _submit(
         self, rank: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -88,14 +88,14 @@ def batch_of(lengths: list[int]) -> DataProto:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_answers_come_back_in_the_batchs_order(rows: int, ranks: int) -> None:
     batch = batch_of([(5 * i) % 11 + 1 for i in range(rows)])
-    group = DealtGroup(Ranks(ranks), True, {})
+    group = Ranks(ranks, Balancing())
     answer = tensors_of(group.double(batch))["doubled"]
     assert answer.tolist() == [2 * i for i in range(rows)]
     assert tensors_of(batch)["value"].tolist() == list(range(rows))
 
 
 def test_only_what_a_method_needs_is_copied_and_sent() -> None:
-    group = DealtGroup(Ranks(2), True, {})
+    group = Ranks(2, Balancing())
     batch = batch_of([1, 2, 3, 4])
     tensors_of(batch)["other"] = torch.zeros(4)
     seen = tensors_of(group.keys_of(batch))["keys"]
@@ -103,19 +103,19 @@ def test_only_what_a_method_needs_is_copied_and_sent() -> None:
 
 
 def test_an_update_is_dealt_by_mini_batches() -> None:
-    group = DealtGroup(Ranks(2), False, {"update": 4})
+    group = Ranks(2, Balancing(False, 4))
     metrics = group.update(batch_of([1] * 8)).meta_info["metrics"]
     assert metrics["rows"] == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 def test_calls_without_a_batch_go_through() -> None:
-    assert DealtGroup(Ranks(2), True, {}).say("rank") == ["rank 0", "rank 1"]
+    assert Ranks(2, Balancing()).say("rank") == ["rank 0", "rank 1"]
 
 
 def test_the_balance_is_measured_where_there_is_one() -> None:
     batch = batch_of([10, 10, 1, 1])
-    assert DealtGroup(Ranks(1), True, {}).metrics(batch) == {}
-    metrics = DealtGroup(Ranks(2), True, {}).metrics(batch)
+    assert Ranks(1, Balancing()).balance_metrics(batch) == {}
+    metrics = Ranks(2, Balancing()).balance_metrics(batch)
     assert (metrics["global_seqlen/minmax_diff"], metrics["global_seqlen/balanced_max"]) == (18, 11)
 
 
@@ -123,7 +123,7 @@ def test_the_balance_is_measured_where_there_is_one() -> None:
 @pytest.mark.parametrize("balance", [False, True])
 def test_pairs_stay_together(pairs: int, balance: bool) -> None:
     batch = batch_of([(5 * i) % 11 + 1 for i in range(2 * pairs)])
-    group = DealtGroup(Ranks(2), balance, {}, rows_together=2)
+    group = Ranks(2, Balancing(balance, rows_together=2))
     assert tensors_of(group.double(batch))["doubled"].tolist() == list(range(0, 4 * pairs, 2))
     seen = group.update(batch).meta_info["metrics"]["rows"]  # of each rank
     assert len(seen[0]) == len(seen[1])

@@ -71,6 +71,8 @@ def test_register_leaves_a_note() -> None:
         "blocking": False,
         "materialize_futures": True,
         "needs": ("responses",),
+        "balance": True,
+        "in_mini_batches": False,
     }
     assert registration_of(len) is None
 

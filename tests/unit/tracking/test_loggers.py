@@ -54,6 +54,40 @@ def test_console_neither_wraps_nor_interprets_a_long_line(
     assert capsys.readouterr().out == "step:1 - " + " - ".join(f"{n}:0.5" for n in names) + "\n"
 
 
+STEP = {"timing_s/gen": 2.0, "actor/lr": 1e-6, "critic/score/mean": 0.5, "critic/score/max": 1.0}
+SHORT_LINE = "step:1 - critic/score/mean:0.5 - actor/lr:1e-06\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        (None, SHORT_LINE),
+        (["short"], SHORT_LINE),
+        (["critic/*"], "step:1 - critic/score/mean:0.5 - critic/score/max:1\n"),
+        (["actor/nothing"], ""),
+    ],
+)
+def test_the_console_is_short_where_a_file_keeps_the_rest(
+    asked: list[str] | None, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Tracking("p", "e", ["console", "file"], None, tmp_path, console_metrics=asked) as tracking:
+        tracking.log(STEP, 1)
+    assert capsys.readouterr().out == line
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["data"] == STEP
+
+
+@pytest.mark.parametrize(("names", "asked"), [(["console"], None), (["console", "file"], ["all"])])
+def test_the_console_shows_all_where_it_is_alone_or_asked(
+    names: list[str],
+    asked: list[str] | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Tracking("p", "e", names, None, tmp_path, console_metrics=asked) as tracking:
+        tracking.log(STEP, 1)
+    assert capsys.readouterr().out.count(" - ") == len(STEP)
+
+
 def test_file_rows_and_plain_numbers(tmp_path: Path) -> None:
     tracking = Tracking("p", "e", ["file", "file"], {"a": 1}, tmp_path / "new")
     tracking.log({"x": np.float32(0.5), "n": np.int64(7)}, 1)
@@ -90,7 +124,10 @@ def test_resume_drops_later_rows_and_appends(tmp_path: Path) -> None:
 def test_a_run_from_the_start_begins_a_new_file(tmp_path: Path) -> None:
     log_steps(tmp_path, range(0, 6))
     log_steps(tmp_path, range(0, 2))
-    assert logged_steps(tmp_path / "metrics.jsonl") == [0, 1]
+    log_steps(tmp_path, range(0, 3))
+    assert logged_steps(tmp_path / "metrics.jsonl") == [0, 1, 2]
+    assert logged_steps(tmp_path / "metrics.1.jsonl") == [0, 1, 2, 3, 4, 5]  # nothing is lost
+    assert logged_steps(tmp_path / "metrics.2.jsonl") == [0, 1]
 
 
 @pytest.mark.parametrize("torn", ['{"step": 3, "da', '{"step": 3, "data": {"x": "é"'])
@@ -338,3 +375,20 @@ def test_a_logger_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_loggers_that_only_verl_has_are_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"trainer.logger='{name}': .* takes clearml, "):
         check_loggers([name])
+
+
+@pytest.mark.parametrize("variable", ["VERL_FILE_LOGGER_PATH", "VERL_FILE_LOGGER_ROOT"])
+def test_a_second_run_with_the_same_file_is_refused_and_no_row_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, str(tmp_path / "there"))
+    with Tracking("p", "e", "file", None, tmp_path / "one") as first:
+        first.log({"x": 1.0}, 1)
+        with pytest.raises(ConfigError, match=rf"^{variable}: .*another run is writing it"):
+            Tracking("p", "e", "file", None, tmp_path / "two")
+        first.log({"x": 2.0}, 2)
+    (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    assert logged_steps(file) == [1, 2]
+    with Tracking("p", "e", "file", None, tmp_path / "one", 2) as resumed:
+        resumed.log({"x": 3.0}, 3)
+    assert logged_steps(file) == [1, 2, 3]

@@ -13,6 +13,7 @@ import pytest
 from caldera.config import TrainerConfig
 from caldera.errors import CheckpointError, WorkerError
 from caldera.trainer.checkpoint import TRACKER, CheckpointFolder, step_of
+from caldera.trainer.checkpoint_manifest import MANIFEST
 
 
 @pytest.fixture
@@ -142,6 +143,7 @@ def test_roles_are_pruned_on_their_own(make: Make) -> None:
     assert sorted(p.name for p in (checkpoints.root / "global_step_2").iterdir()) == [
         "critic",
         "data.pt",
+        MANIFEST,
     ]
 
 
@@ -230,3 +232,69 @@ def test_starting_anew_forgets_the_tracker(make: Make) -> None:
     make().save(2, write())
     make(resume_mode="disable").create()
     assert make().to_resume() is None
+
+
+def test_a_lost_tracker_is_made_up_for(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = make()
+    for step in (9, 10):
+        checkpoints.save(step, write())
+    (checkpoints.root / TRACKER).unlink()
+    (checkpoints.root / "global_step_11/critic").mkdir(parents=True)  # is not complete
+    assert make().to_resume() == checkpoints.root / "global_step_10"
+    assert f"{TRACKER} is missing: going on from the newest complete" in caplog.text
+    assert (checkpoints.root / TRACKER).read_text() == "10"
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[3] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_byte_is_reported_and_the_checkpoint_before_is_offered(make: Make) -> None:
+    checkpoints = make()
+    for step in (1, 2, 3):
+        checkpoints.save(step, write())
+    for step in (2, 3):
+        flip_a_byte(checkpoints.root / f"global_step_{step}/actor/model.pt")
+    with pytest.raises(CheckpointError) as raised:
+        make().to_resume()
+    assert "global_step_3/actor/model.pt has another checksum" in str(raised.value)
+    first = checkpoints.root / "global_step_1"
+    offered = f"trainer.resume_mode=resume_path trainer.resume_from_path={first} "
+    assert offered in str(raised.value)
+    assert make(resume_mode="resume_path", resume_from_path=str(first)).to_resume() == first
+
+
+def test_a_fallback_to_the_checkpoint_before(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = make()
+    for step in (1, 2):
+        checkpoints.save(step, write())
+    (checkpoints.root / "global_step_2/data.pt").unlink()
+    assert make(resume_fallback=True).to_resume() == checkpoints.root / "global_step_1"
+    assert "global_step_2/data.pt is missing: the checkpoint is damaged" in caplog.text
+    (checkpoints.root / f"global_step_1/{MANIFEST}").write_text("{")
+    with pytest.raises(CheckpointError, match="holds no earlier one that is intact"):
+        make(resume_fallback=True).to_resume()
+
+
+def test_a_checkpoint_without_a_manifest_is_read(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = make()
+    checkpoints.save(1, write())
+    (checkpoints.root / f"global_step_1/{MANIFEST}").unlink()
+    assert make().to_resume() == checkpoints.root / "global_step_1"
+    assert f"has no {MANIFEST}" in caplog.text
+
+
+def test_what_is_logged_of_a_save_comes_before_the_checkpoint(make: Make) -> None:
+    checkpoints = make()
+    found: list[bool] = []
+
+    def written() -> None:
+        assert (checkpoints.root / f".partial_global_step_1/{MANIFEST}").is_file()
+        found.append((checkpoints.root / "global_step_1").exists())
+
+    checkpoints.save(1, write(), written)
+    assert found == [False] and checkpoints.to_resume() is not None

@@ -127,7 +127,7 @@ def test_a_checkpoint_is_copied_under_its_name(make: Make, remote: Path) -> None
     save(checkpoints, 3)
     assert names(remote) == ["global_step_3", TRACKER]
     assert content(remote) == content(checkpoints.root)
-    assert len(content(remote)) == 6
+    assert len(content(remote)) == 7
     assert checkpoints.metrics() == {"checkpoint/failed_uploads": 0}
 
 
@@ -137,7 +137,7 @@ def test_the_tracker_is_written_last(make: Make, remote: Path, mood: Mood) -> No
     named: list[str] = []
     mood.before_put = lambda _: named.append((remote / TRACKER).read_text())
     save(checkpoints, 4)
-    assert named == ["3"] * 6  # five files, and the tracker itself
+    assert named == ["3"] * 7  # six files, and the tracker itself
     assert mood.written[-1] == str(remote / TRACKER)
     assert (remote / TRACKER).read_text() == "4"
 
@@ -209,7 +209,7 @@ def test_copies_are_pruned_like_the_originals(make: Make, remote: Path) -> None:
     checkpoints = make(max_actor_ckpt_to_keep=1, max_critic_ckpt_to_keep=2)
     save(checkpoints, 8, 9, 10)
     assert names(remote) == ["global_step_10", "global_step_9", TRACKER]
-    assert names(remote / "global_step_9") == ["critic", "data.pt"]
+    assert names(remote / "global_step_9") == ["critic", "data.pt", "manifest.json"]
     assert content(remote) == content(checkpoints.root)
 
 
@@ -453,3 +453,14 @@ def test_places_that_do_not_do(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         CheckpointFolder(TrainerConfig(**keys))
     assert str(raised.value) == said
+
+
+def test_a_damaged_copy_is_not_taken(make: Make, remote: Path) -> None:
+    save(make("first"), 5)
+    (remote / "global_step_5/actor/model.pt").write_text("wEights")
+    second = make("second")
+    with pytest.raises(CheckpointError, match=r"actor/model\.pt has another checksum"):
+        second.to_resume()
+    assert not list(second.root.glob("global_step_*"))
+    (remote / "global_step_5/actor/model.pt").write_text("weights")
+    assert make("second").to_resume() == second.root / "global_step_5"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,13 @@ from caldera.config.ppo import PPOTrainerConfig
 from caldera.trainer.bundle import read_bundle, write_bundle
 from caldera.trainer.repeat import main
 from caldera.trainer.running import open_run
-from caldera.trainer.secrets import masked_arguments, masked_dict
+from caldera.trainer.secrets import (
+    is_shown_variable,
+    masked_arguments,
+    masked_dict,
+    masked_text,
+    masked_values,
+)
 
 VARIABLES = "ray_kwargs.ray_init.runtime_env.env_vars"
 SECRETS = [
@@ -22,6 +29,15 @@ SECRETS = [
     "+custom_reward_function.reward_kwargs.hub_token=hidden",
     "+custom_reward_function.reward_kwargs.judge={password:hidden}",
     "trainer.wandb_proxy=http://me:hidden@proxy:80",
+    *(
+        f"+custom_reward_function.reward_kwargs.{name}=hidden"
+        for name in ("openai_key", "openaiKey", "auth", "bearer", "pw", "passphrase", "hf_key")
+    ),
+    "+custom_reward_function.reward_kwargs.url='https://s/x?a=1&X-Amz-Signature=hidden'",
+    "+custom_reward_function.reward_kwargs.blob='https://s/x?sig=hidden&b=2'",
+    "+custom_reward_function.reward_kwargs.header='Bearer hidden-hidden'",
+    "+custom_reward_function.reward_kwargs.text='with sk-hiddenhiddenhidden inside'",
+    "+custom_reward_function.reward_kwargs.hub='hf_hiddenhiddenhidden'",
 ]
 OPEN = [
     f"+{VARIABLES}.NCCL_DEBUG=INFO",
@@ -29,6 +45,10 @@ OPEN = [
     "+custom_reward_function.reward_kwargs.eos_token=</s>",
     "+custom_reward_function.reward_kwargs.limits={max_tokens:512,min_tokens:-1,by_token:false}",
     "+custom_reward_function.reward_kwargs.per_token=true",
+    "+custom_reward_function.reward_kwargs.author=me",
+    "+custom_reward_function.reward_kwargs.answer_key=answer",
+    "+custom_reward_function.reward_kwargs.tokenizer=sk-learn",
+    "+custom_reward_function.reward_kwargs.page='https://s/x?page=2&design=a'",
     "data.train_files=abfs://container@account.dfs.core.windows.net/train.parquet",
 ]
 
@@ -77,3 +97,53 @@ def test_a_masked_command_is_not_run(
     shown = capfd.readouterr()
     assert "bundles have no secrets" in shown.err and masked_arguments([text])[0] in shown.err
     assert "hidden" not in shown.out + shown.err and not shown.out.startswith("ran")
+
+
+def test_options_and_variables_hide_secrets() -> None:
+    command = ["serve", "--password", "hidden", "--host", "127.0.0.1", "--auth=hidden"]
+    assert masked_arguments(command) == [
+        "serve", "--password", "***", "--host", "127.0.0.1", "--auth=***",
+    ]  # fmt: skip
+    assert not any(map(is_shown_variable, ["CALDERA_AUTH", "CALDERA_PW", "VERL_API_KEY"]))
+    assert all(map(is_shown_variable, ["CALDERA_CACHE", "VERL_LOGGING_LEVEL", "HF_HUB_OFFLINE"]))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"db_pass": "hidden"},
+        {"grader_key": "hidden"},
+        {"my_key": "hidden0123456789abcdef"},
+        {"jwt": "hidden"},
+        {"headers": [["Authorization", "hidden"], ["X-Api-Key", "hidden"]]},
+        {"headers": "X-Api-Key: hidden"},
+        {"env": [{"name": "OPENAI_API_KEY", "value": "hidden"}]},
+        {"command": ["judge", "--api-key", "hidden", "--password=hidden"]},
+        {"store": "AccountName=a;AccountKey=hidden;EndpointSuffix=b"},
+        {"body": '{"api_key": "hidden"}'},
+        {"hook": "https://hooks.slack.com/services/T0/B0/hidden"},
+        {"proxy": "http://me:with@hidden@proxy:80"},
+        {"tokens": ["hidden"]},
+    ],
+)
+def test_secrets_in_lists_headers_and_text(values: dict[str, Any]) -> None:
+    assert "hidden" not in str(masked_values(values))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"user_key": "user", "judge_prompt_key": "prompt", "gdpo_reward_keys": ["acc", "len"]},
+        {"image_token": "<image>", "end_token": "<|im_end|>", "mask_token": "[MASK]"},
+        {"special_tokens": ["<think>", "</think>"], "sep_token": "\n"},
+        {"system_prompt": "Give basic instructions. Pass: all tests."},
+        {"by": ["token", "sequence"], "pass": 1, "key": "answer"},
+        {"key_value_heads": 8, "reward_fn_key": "data_source", "tokenizer": "gpt2"},
+    ],
+)
+def test_what_is_no_secret_stays(values: dict[str, Any]) -> None:
+    assert masked_values(values) == values
+
+
+def test_a_user_and_password_in_a_header_are_hidden() -> None:
+    assert masked_text("Authorization: Basic bWU6aGlkZGVu") == "Authorization: Basic ***"

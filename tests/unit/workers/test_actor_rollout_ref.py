@@ -67,6 +67,37 @@ def test_a_batch_of_answers(policy: Policy, prompts: DataProto) -> None:
     assert (tensors["entropys"][mask == 1] > 0).all()
 
 
+@pytest.mark.parametrize("sampler", ["native", "hf"])
+def test_stops_of_the_run_end_answers(policy: Policy, prompts: DataProto, sampler: str) -> None:
+    """Tokens 3 to 47 are the letters from A on; a stop stays in the answer and is trained."""
+    keys = (f"{REF}.rollout.name={sampler}", f"{REF}.rollout.do_sample=False")
+    free = policy(*keys).generate_sequences(copy.deepcopy(prompts)).batch
+    responses, lengths = free["responses"].tolist(), free["response_mask"].sum(1).tolist()
+    assert lengths[0] > 3 and lengths[2] > 3
+    token, text = responses[0][2], decoded(responses[2][1:3])
+    group = policy(
+        *keys, f"{REF}.rollout.stop_token_ids=[{token}]", f"{REF}.rollout.stop=['{text}']"
+    )
+    batch = group.generate_sequences(prompts)
+    for row, (tokens, length) in enumerate(zip(responses, lengths, strict=True)):
+        tokens = tokens[:length]
+        ends = [i + 1 for i, one in enumerate(tokens) if one == token]
+        ends += [i + 2 for i in range(length - 1) if decoded(tokens[i : i + 2]) == text]
+        end = min([length, *ends])
+        assert batch.batch["responses"][row].tolist() == tokens[:end] + [0] * (8 - end)
+        assert batch.batch["response_mask"][row].tolist() == [1] * end + [0] * (8 - end)
+    assert all(batch.batch["response_mask"].sum(1)[row] < lengths[row] for row in (0, 2))
+
+
+def decoded(tokens: list[int]) -> str:
+    return " ".join(chr(ord("A") + token - 3) for token in tokens)
+
+
+def test_stop_tokens_are_tokens_of_the_model(policy: Policy) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.stop_token_ids=\[3, 48\]: .* 0 to 47"):
+        policy(f"{REF}.rollout.stop_token_ids=[3,48]")
+
+
 def test_exact_mode_needs_one_module(policy: Policy) -> None:
     with pytest.raises(ConfigError, match=r"native.exact=True: .* one module.*bfloat16"):
         policy(f"{REF}.rollout.native.exact=True", f"{REF}.rollout.dtype=bfloat16")

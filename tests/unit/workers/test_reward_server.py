@@ -78,6 +78,7 @@ def test_scores_of_texts_and_of_tokens(address: str, folder: Path) -> None:
     status, answer = ask(address, "/v1/embeddings", {"input": [bare]})
     assert answer["data"][-1]["embedding"][-1] == pytest.approx(expected, abs=1e-5)
     assert ask(address, "/health") == (200, {})
+    assert address.startswith("127.0.0.1:"), "without Ray it is for this machine alone"
 
 
 @pytest.mark.parametrize(

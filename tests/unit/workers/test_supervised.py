@@ -15,7 +15,7 @@ from caldera.config import SFTTrainerConfig, load_supervised_config, resolve_sup
 from caldera.data import engine_rows
 from caldera.protocol import DataProto
 from caldera.single_controller import LocalWorkerGroup, ResourcePool
-from caldera.trainer.sft.trainer import step_metrics
+from caldera.trainer.metrics import rank_metrics
 from caldera.workers import SupervisedWorker
 from caldera.workers.objective import FINE_TUNING
 
@@ -71,7 +71,7 @@ def batch() -> DataProto:
 
 
 def train(group: Any, steps: int = STEPS) -> list[dict[str, float]]:
-    return [step_metrics(group.train_batch(batch())) for _ in range(steps)]
+    return [rank_metrics(group.train_batch(batch())) for _ in range(steps)]
 
 
 def weights(group: Any) -> dict[str, torch.Tensor]:
@@ -180,5 +180,5 @@ def test_a_step_without_tokens_changes_nothing_but_by_decay(make: Make) -> None:
     group = make("optim.weight_decay=0")
     before = weights(group)
     rows = DataProto.from_single_dict(engine_rows([([3, 4, 5], [0, 0, 0])], pad_id=0))
-    assert step_metrics(group.train_batch(rows))["train/loss"] == 0
+    assert rank_metrics(group.train_batch(rows))["train/loss"] == 0
     assert all(tensor.equal(before[name]) for name, tensor in weights(group).items())

@@ -24,6 +24,7 @@ from caldera.reward.custom import ScoreFunction
 from caldera.storage import local_path
 from caldera.storage.fetching import fetch
 from caldera.storage.paths import is_fetched
+from caldera.trainer import metrics as timers
 from caldera.trainer.ppo import advantage, metrics
 
 # ---------------------------------------------------------------------- the trainer
@@ -80,7 +81,7 @@ def marked_timer(
     name: str, timing_raw: dict[str, float], color: str | None = None
 ) -> AbstractContextManager[None]:
     """Adds the block's seconds to `timing_raw`; marks have no colour here."""
-    return metrics.marked_timer(name, timing_raw)
+    return timers.marked_timer(name, timing_raw)
 
 
 # ---------------------------------------------------------------------- rewards
@@ -88,7 +89,7 @@ def marked_timer(
 
 def get_custom_reward_fn(config: PPOTrainerConfig) -> ScoreFunction | None:
     """The function that `custom_reward_function` names."""
-    return custom_reward_fn(config.custom_reward_function)
+    return custom_reward_fn(config.custom_reward_function, config.custom)
 
 
 def load_reward_manager(

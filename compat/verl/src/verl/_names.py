@@ -64,7 +64,7 @@ CORE = {
     "verl.single_controller.ray.base": _OF_RAY,
     "verl.trainer.ppo.core_algos": {ALL_OF: "caldera.core_algos"},
     "verl.trainer.ppo.ray_trainer": {
-        **_same("caldera.trainer.ppo.ray_trainer", "RayPPOTrainer"),
+        "RayPPOTrainer": "caldera.trainer.ppo.trainer:PPOTrainer",
         **_same("caldera.single_controller", "ResourcePoolManager", "Role"),
         **_same("verl._adapters", "apply_kl_penalty", "compute_advantage", "compute_response_mask"),
     },
@@ -74,7 +74,8 @@ CORE = {
         "need_reference_policy": "caldera.config:needs_reference",
     },
     "verl.trainer.ppo.metric_utils": {
-        **_same("caldera.trainer.ppo.metrics", "compute_timing_metrics", "reduce_metrics"),
+        **_same("caldera.trainer.ppo.metrics", "compute_timing_metrics"),
+        **_same("caldera.trainer.metrics", "reduce_metrics"),
         **_same("caldera.trainer.ppo.validation_metrics", "process_validation_metrics"),
         **_same("verl._adapters", "compute_data_metrics"),
         "compute_throughout_metrics": "caldera.trainer.ppo.metrics:compute_throughput_metrics",
@@ -148,12 +149,13 @@ UTILS = {
     "verl.utils.model": {
         "compute_position_id_with_mask": "caldera.data:compute_position_ids",
     },
-    "verl.utils.metric": _same("caldera.trainer.ppo.metrics", "reduce_metrics"),
+    "verl.utils.metric": _same("caldera.trainer.metrics", "reduce_metrics"),
     "verl.utils.debug": _TIMER,
     "verl.utils.profiler": _TIMER,
     "verl.utils.tracking": _same("caldera.tracking", "Tracking"),
     "verl.utils.seqlen_balancing": {
-        **_same("caldera.data", "get_seqlen_balanced_partitions", "log_seqlen_unbalance"),
+        **_same("caldera.protocol.balance", "get_seqlen_balanced_partitions"),
+        **_same("caldera.protocol.balance", "log_seqlen_unbalance"),
         **_same("verl._adapters", "get_reverse_idx"),
     },
     "verl.utils.reward_score": {

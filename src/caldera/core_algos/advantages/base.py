@@ -22,6 +22,8 @@ AdvantageEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
 Uids = np.ndarray[Any, Any] | Sequence[Hashable] | Tensor
 
 ADV_ESTIMATORS: Registry[AdvantageEstimatorFn] = Registry("algorithm.adv_estimator")
+_GROUP_RELATIVE: set[str] = set()
+"""Names of estimators whose baseline is made of the other responses to the same prompt."""
 
 
 class AdvantageEstimator(StrEnum):
@@ -45,10 +47,29 @@ class AdvantageEstimator(StrEnum):
 
 
 def register_adv_est(
-    name: str | Enum,
+    name: str | Enum, needs_group: bool = False
 ) -> Callable[[AdvantageEstimatorFn], AdvantageEstimatorFn]:
-    """Decorate an estimator to make it a value of `algorithm.adv_estimator`."""
+    """Decorate an estimator to make it a value of `algorithm.adv_estimator`.
+
+    `needs_group`: its baseline comes from the other responses to the same prompt, so a run with
+    `rollout.n=1` is refused.
+    """
+    if needs_group:
+        _GROUP_RELATIVE.add(_plain(name))
     return ADV_ESTIMATORS.register(_plain(name))
+
+
+def check_group_size(name: str | Enum, n: int) -> None:
+    """Raise unless `n` responses a prompt are enough for the estimator."""
+    if n > 1 or _plain(name) not in _GROUP_RELATIVE:
+        return
+    others = [other for other in ADV_ESTIMATORS if other not in _GROUP_RELATIVE]
+    raise ConfigError(
+        f"actor_rollout_ref.rollout.n={n}: algorithm.adv_estimator={_plain(name)!r} compares the "
+        "responses to one prompt, and one response has nothing to be compared with; takes 2 or "
+        "more, such as actor_rollout_ref.rollout.n=8, or an estimator that needs no group: "
+        f"{', '.join(others)}"
+    )
 
 
 def get_adv_estimator_fn(name: str | Enum) -> AdvantageEstimatorFn:

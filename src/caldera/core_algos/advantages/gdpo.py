@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Columns = Mapping[str, np.ndarray[Any, Any]]
 
 
-@register_adv_est(AdvantageEstimator.GDPO)
+@register_adv_est(AdvantageEstimator.GDPO, needs_group=True)
 @torch.no_grad()
 def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 EPSILON = 1e-6
 
 
-@register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
-@register_adv_est(AdvantageEstimator.GRPO)
+@register_adv_est(AdvantageEstimator.GRPO_VECTORIZED, needs_group=True)
+@register_adv_est(AdvantageEstimator.GRPO, needs_group=True)
 @torch.no_grad()
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)
@@ -55,7 +55,7 @@ def relative_to_group(scores: Tensor, groups: Groups, normalise: bool, epsilon: 
     return centred / (groups.std(scores)[groups.ids] + epsilon) if normalise else centred
 
 
-@register_adv_est(AdvantageEstimator.GRPO_PASSK)
+@register_adv_est(AdvantageEstimator.GRPO_PASSK, needs_group=True)
 @torch.no_grad()
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)
@@ -84,7 +84,7 @@ def compute_grpo_passk_outcome_advantage(
     return _on_tokens(advantages, token_level_rewards, response_mask)
 
 
-@register_adv_est(AdvantageEstimator.RLOO)
+@register_adv_est(AdvantageEstimator.RLOO, needs_group=True)
 @torch.no_grad()
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)
@@ -99,7 +99,7 @@ def compute_rloo_outcome_advantage(
     return _on_tokens(advantages, token_level_rewards, response_mask)
 
 
-@register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
+@register_adv_est(AdvantageEstimator.RLOO_VECTORIZED, needs_group=True)
 @torch.no_grad()
 def compute_rloo_vectorized_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)
@@ -119,7 +119,7 @@ def _leave_one_out(scores: Tensor, groups: Groups) -> Tensor:
     return factors[groups.ids] * (scores - groups.mean(scores)[groups.ids])
 
 
-@register_adv_est(AdvantageEstimator.OPO)
+@register_adv_est(AdvantageEstimator.OPO, needs_group=True)
 @torch.no_grad()
 def compute_opo_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)
@@ -136,7 +136,7 @@ def compute_opo_outcome_advantage(
     return _on_tokens(advantages, token_level_rewards, response_mask)
 
 
-@register_adv_est(AdvantageEstimator.GPG)
+@register_adv_est(AdvantageEstimator.GPG, needs_group=True)
 @torch.no_grad()
 def compute_gpg_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)
@@ -152,7 +152,7 @@ def compute_gpg_outcome_advantage(
     return _on_tokens(advantages, token_level_rewards, response_mask)
 
 
-@register_adv_est(AdvantageEstimator.MAXRL)
+@register_adv_est(AdvantageEstimator.MAXRL, needs_group=True)
 @torch.no_grad()
 def compute_maxrl_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)

@@ -21,7 +21,7 @@ from caldera.core_algos.advantages.tokens import KeptTokens, block_height
 _EPSILON = 1e-8
 
 
-@register_adv_est(AdvantageEstimator.OPTIMAL_TOKEN_BASELINE)
+@register_adv_est(AdvantageEstimator.OPTIMAL_TOKEN_BASELINE, needs_group=True)
 @torch.no_grad()
 def compute_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,  # (B, R), as are all tensors here
@@ -46,7 +46,7 @@ def compute_optimal_token_baseline_advantage(
     return _less_optimal_baseline(trajectories, index, epsilon, packed=False)
 
 
-@register_adv_est(AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE)
+@register_adv_est(AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE, needs_group=True)
 @torch.no_grad()
 def compute_tir_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,  # (B, R), as are all tensors here

@@ -48,7 +48,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     return whiten_in_place(returns.clone(), mask, Moments(*moments)), returns
 
 
-@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
+@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE, needs_group=True)
 @torch.no_grad()
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)

@@ -11,9 +11,9 @@ import numpy as np
 
 from caldera.config.offline import EvaluationDataConfig
 from caldera.data.files import Row, read_rows
-from caldera.errors import DataError, RewardError
+from caldera.errors import DataError
 from caldera.reward.samples import VALUE, Outcome, failure, outcome_of, read_score
-from caldera.reward.scoring import Scoring
+from caldera.reward.scoring import Scoring, attempt
 from caldera.reward_score.predictions import find_extractor
 from caldera.tracking import TrainingProgress
 from caldera.trainer.evaluation.statistics import PromptScores
@@ -132,7 +132,7 @@ def _outcome(future: Future[Any]) -> Outcome:
     error = future.exception()
     if error is not None:
         return failure(error)
-    try:
-        return outcome_of(*read_score(future.result()))
-    except RewardError as problem:
-        return failure(problem)
+    judged = attempt(lambda: outcome_of(*read_score(future.result())))
+    problem = judged.exception()
+    outcome: Outcome = judged.result() if problem is None else failure(problem)
+    return outcome

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from caldera.config.offline import EvaluationConfig
 from caldera.errors import ConfigError, DataError
+from caldera.reward.answer_formats import AnswerFormats
 from caldera.reward.samples import VALUE
 from caldera.reward.scoring import Scoring
 from caldera.trainer.bundle import write_bundle
@@ -31,6 +32,7 @@ def evaluate(config: EvaluationConfig, scoring: Scoring) -> Results:
         raise ConfigError("data.path is missing: the parquet file with the answers")
     questions = read_questions(data.path, data, "data.path")
     score_all(questions, scoring, "Scoring")
+    _warn_of_formats(questions, config)
     others = None
     if data.compare_path is not None:
         others = read_questions(data.compare_path, data, "data.compare_path")
@@ -48,6 +50,13 @@ def evaluate(config: EvaluationConfig, scoring: Scoring) -> Results:
     write_bundle(folder / f"{name}.evaluation.bundle", config, "evaluation.output_dir")
     logger.info("written: %s and .json beside it", page)
     return results
+
+
+def _warn_of_formats(questions: Sequence[Question], config: EvaluationConfig) -> None:
+    formats = AnswerFormats({} if config.custom_reward_function.path is None else None)
+    sources = [question.data_source for question in questions for _ in question.answers]
+    responses = [answer for question in questions for answer in question.answers]
+    formats.warn(formats.counts(sources, responses))
 
 
 def print_scores(results: Results) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from caldera.config import uses_ray
 from caldera.config.generation_checks import resolve_generation
+from caldera.config.machine import log_chosen
 from caldera.config.offline import GenerationConfig
 from caldera.errors import UnsupportedError
 from caldera.installation import install_command
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from caldera.trainer.generation.sampling import MakeGroups
 
 logger = logging.getLogger(__name__)
-
-SECONDS_OF_SAMPLING = 86_400.0
-"""How long one rank may sample after another is done. Ranks never wait for each other."""
 
 
 class Answers(Protocol):
@@ -91,9 +89,7 @@ def _sample_missing(
 
 def _settle(config: GenerationConfig, gpus: int) -> None:
     """Fill in what depends on the machine, or on the nodes of a cluster, and tell of it."""
-    chosen = resolve_generation(config, gpus)
-    if chosen:
-        logger.info("chosen for this machine: %s", ", ".join(chosen))
+    log_chosen(resolve_generation(config, gpus))
 
 
 def _answers(
@@ -110,11 +106,11 @@ def _answers(
             ) from error
         return ServerAnswers(config, questions)
     from caldera.trainer.generation.sampling import Samplers
-    from caldera.trainer.ppo.groups import local_groups
+    from caldera.trainer.groups import local_groups, timeout_of
 
     if make_groups is None:
         make_groups = partial(
-            local_groups, device=str(config.trainer.device), timeout_s=SECONDS_OF_SAMPLING,
+            local_groups, device=str(config.trainer.device), timeout_s=timeout_of(config),
             log_dir=parts.folder / "logs",
         )  # fmt: skip
     return Samplers(config, questions, chain.from_iterable(batches), make_groups)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import TracebackType
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -14,9 +13,9 @@ from caldera.data import hf_tokenizer, object_array
 from caldera.data.chat import require_chat_template, tokenize_chat
 from caldera.errors import ConfigError, DataError
 from caldera.models.loading import import_external
-from caldera.models.seeds import derive_seed
 from caldera.protocol import DataProto, DataProtoConfig
 from caldera.rollout import ROLLOUTS
+from caldera.seeds import derive_seed
 from caldera.single_controller import ClassWithInitArgs, ResourcePool, WorkerGroup
 from caldera.trainer.generation.questions import Questions
 from caldera.workers import SamplerWorker
@@ -67,12 +66,7 @@ class Samplers:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._group.shutdown()
 
     def answers(self, rows: range) -> list[list[str]]:
@@ -99,6 +93,12 @@ def rollout_config(config: GenerationConfig) -> RolloutConfig:
         temperature=rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        presence_penalty=rollout.presence_penalty,
+        frequency_penalty=rollout.frequency_penalty,
+        stop_token_ids=rollout.stop_token_ids,
+        stop=rollout.stop,
         n=config.data.n_samples,
         seed=rollout.seed,
         prompt_length=rollout.prompt_length,

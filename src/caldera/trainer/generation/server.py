@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 from typing import Any
 
 from caldera.config.offline import GenerationConfig
 from caldera.errors import RolloutError
-from caldera.models.seeds import derive_seed
 from caldera.rollout.server_client import SEEDS, ServerClient
+from caldera.seeds import derive_seed
 from caldera.trainer.generation.questions import Questions
 
 FAILURE = (
@@ -34,12 +33,7 @@ class ServerAnswers:
         self._client = ServerClient(str(self._config.rollout.url), "rollout.url", self._in_flight)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._runner.run(self._client.close())
         self._runner.close()
 
@@ -69,7 +63,13 @@ class ServerAnswers:
 
     def _request(self, row: int) -> dict[str, Any]:
         rollout = self._config.rollout
+        asked = {
+            "presence_penalty": rollout.presence_penalty,
+            "frequency_penalty": rollout.frequency_penalty,
+            "stop": rollout.stop,
+        }
         return {
+            **{name: value for name, value in asked.items() if value},  # others are the server's
             "model": self._config.model.path,
             "messages": self._prompts[row],
             "n": self._config.data.n_samples,

@@ -15,7 +15,6 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from caldera.config import load_config
 from caldera.config.loader import CONFIG_DIR, ENGINE_GROUP, read_override
 from caldera.errors import ConfigError
 from caldera.tracking.console import print_line
@@ -24,7 +23,7 @@ from caldera.trainer.entry import Asked, ConfigCommand, run_entry_point
 from caldera.trainer.fsdp_sft_trainer import CLASSIC
 from caldera.trainer.main_eval import EVALUATE, load_evaluation
 from caldera.trainer.main_generation import GENERATE, load_generation
-from caldera.trainer.main_ppo import TRAIN
+from caldera.trainer.main_ppo import TRAIN, load_training
 from caldera.trainer.migration.expansions import plain, quoted
 from caldera.trainer.migration.script import Launch, Script
 from caldera.trainer.migration.study import Load, Study, study
@@ -60,9 +59,9 @@ def _supervised(name: str, module: str, command: Any) -> Target:
 
 
 TARGETS = {
-    "main_ppo": Target("train", "main_ppo", TRAIN, load_config),
-    "main_ppo_v0": Target("train", "main_ppo", TRAIN, load_config),
-    "main_dapo": Target("train", "main_ppo", TRAIN, load_config),
+    "main_ppo": Target("train", "main_ppo", TRAIN, load_training),
+    "main_ppo_v0": Target("train", "main_ppo", TRAIN, load_training),
+    "main_dapo": Target("train", "main_ppo", TRAIN, load_training),
     "main_generation": Target("generate", "main_generation", GENERATE, load_generation),
     "main_generation_server": Target("", "main_generation_server", None, None),
     "main_eval": Target("eval", "main_eval", EVALUATE, load_evaluation),

@@ -10,7 +10,7 @@ from typing import Any
 
 from caldera.config import compose_config, config_to_dict, known_keys
 from caldera.config.fields import check_values, default_of, shown, walk
-from caldera.config.migrate import MOVED, MOVED_SUPERVISED, VERLS_DEFAULTS, moved_to
+from caldera.config.migrate import MOVED, MOVED_SUPERVISED, VERLS_DEFAULTS, is_place, moved_to
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.config.sft import SFTTrainerConfig
 from caldera.errors import CalderaError, UnsupportedError
@@ -122,7 +122,7 @@ def _place(key: str, schema: type) -> str:
     """The name of a key here; that of one which does not exist stays as it is."""
     moves = MOVED_SUPERVISED if issubclass(schema, SFTTrainerConfig) else MOVED
     known, moved = known_keys(schema), moved_to(key, moves)
-    return moved if key not in known and moved in known else key
+    return moved if key not in known and is_place(moved, known) else key
 
 
 def _drop_needless(asked: Asked, schema: type, found: Study, checked: list[str]) -> None:

@@ -16,6 +16,7 @@ from caldera.config.strategies import roles
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.models.loading import DTYPES, shape_of_classifier, shape_of_policy
 from caldera.rollout.native.parallel.sharding import check_sizes, planned_layers
+from caldera.trainer.main_ppo import check_responses
 from caldera.trainer.planning.batches import (
     StepBatches,
     forward_cut,
@@ -123,6 +124,7 @@ def make_plan(config: PPOTrainerConfig, memory: int) -> Plan:
 
 
 def _check_planned(config: PPOTrainerConfig) -> None:
+    check_responses(config)
     for role in roles(config).values():
         if role.is_needed and role.is_megatron:
             raise UnsupportedError(
@@ -218,7 +220,7 @@ def _sampler(config: PPOTrainerConfig, shape: ModelShape, batches: StepBatches) 
         response_tokens=min(rollout.response_length, longest - rollout.prompt_length),
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
-        filters=rollout.top_k > 0 or rollout.top_p < 1,
+        filters=rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0,
         pages=rollout.kv_cache_blocks,
         ranks=ranks,
     )

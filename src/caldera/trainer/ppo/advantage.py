@@ -7,8 +7,10 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from caldera.config import AlgorithmConfig
+from caldera.config import AlgorithmConfig, PPOTrainerConfig
 from caldera.core_algos import (
+    ADV_ESTIMATORS,
+    POLICY_LOSSES,
     AdvantageInputs,
     KLController,
     apply_kl_penalty,
@@ -18,12 +20,25 @@ from caldera.core_algos import (
     compute_variance_proxies,
     estimate_advantages,
 )
-from caldera.models.seeds import derive_seed
+from caldera.data import registered_or_own
 from caldera.protocol import DataProto, tensors_of
+from caldera.seeds import derive_seed
+from caldera.trainer.main_ppo import check_responses
 from caldera.trainer.ppo.metrics import compute_rollout_diff_metrics
 from caldera.trainer.ppo.rewards import rows_with_reward
 
 Metrics = dict[str, float]
+
+
+def check_algorithm(config: PPOTrainerConfig) -> None:
+    """Raise unless estimator and loss are known, and the estimator can work with `rollout.n`.
+
+    Not part of the config's own checks: modules of the user's may register either.
+    """
+    estimator = config.algorithm.adv_estimator
+    registered_or_own(ADV_ESTIMATORS, estimator)
+    registered_or_own(POLICY_LOSSES, config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    check_responses(config)
 
 
 def rewarded_part(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataProto, Tensor]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 import caldera.search_agent.loop
 import caldera.tools.formats  # noqa: F401 -- both register what they hold
 from caldera.agent_loop.base import AgentLoopBase, Equipment
+from caldera.agent_loop.black_box import BlackBoxAgentLoop
 from caldera.agent_loop.loading import find_loop, loop_class, read_loops
 from caldera.agent_loop.manager import AgentLoops, run_in_background
 from caldera.config import DataConfig, PPOTrainerConfig
@@ -28,7 +29,7 @@ from caldera.tools.parsing import TOOL_PARSERS
 from caldera.tools.running import Side, ToolRunner
 from caldera.workers.agents import MakeAgents
 
-__all__ = ["data_with_tools", "equip", "make_agents"]
+__all__ = ["agents_may_score", "data_with_tools", "equip", "make_agents"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +49,27 @@ def equip(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase) -> Equip
     )
 
 
-def data_with_tools(config: PPOTrainerConfig) -> DataConfig:
+def data_with_tools(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase) -> DataConfig:
     """The configuration of the data: the lengths of prompts are those with the tools in them."""
-    runner = _runner(config.actor_rollout_ref.rollout.multi_turn)
+    multi_turn = config.actor_rollout_ref.rollout.multi_turn
+    runner = _runner(multi_turn)
     if runner is None:
         return config.data
     schemas = runner.schemas()
     run_in_background(runner.close())
+    is_checked = multi_turn.tokenization_sanity_check_mode != "disable"
+    turns = TurnAppender(tokenizer, config.data.apply_chat_template_kwargs)
+    if is_checked and schemas and not turns.shows(schemas):
+        # Not an error: the prompts of the data may describe the tools themselves.
+        logger.warning(
+            "the chat template of %r leaves out the tools (%s): a prompt is the same with and "
+            "without them, so the model never sees what it can call. Set %s to a template that "
+            "renders `tools`, start from a model whose template does, or describe the tools in "
+            "the prompts of the data",
+            tokenizer.name_or_path,
+            ", ".join(runner.tools),
+            "actor_rollout_ref.model.custom_chat_template",
+        )
     kwargs = {**config.data.apply_chat_template_kwargs, "tools": schemas}
     return replace(config.data, apply_chat_template_kwargs=kwargs)
 
@@ -64,11 +79,8 @@ def make_agents(
 ) -> MakeAgents | None:
     """What makes the agent loops in a worker's process, or None if no row asks for one."""
     rollout = config.actor_rollout_ref.rollout
-    own = read_loops(rollout.agent.agent_loop_config_path)
-    names = {rollout.agent.default_agent_loop}
-    for dataset in datasets:
-        names |= _agent_names(dataset)
-    loops = [loop_class(find_loop(name, own)) for name in sorted(names)]
+    by_name = _loops(config, datasets)
+    names, loops = set(by_name), list(by_name.values())
     wanted = rollout.multi_turn.enable or names != {SINGLE_TURN}
     _check_use(rollout.multi_turn, loops, names, wanted)
     for loop in loops:
@@ -79,6 +91,24 @@ def make_agents(
         raise ConfigError("data.return_raw_chat=False: agent loops need the prompts' messages")
     _check_template(config, tokenizer)
     return partial(AgentLoops, config, tokenizer, equip)
+
+
+def agents_may_score(config: PPOTrainerConfig, datasets: Iterable[Any]) -> bool:
+    """Whether a loop of this run may give trajectories their reward, which no scorer does then."""
+    return any(
+        issubclass(loop, BlackBoxAgentLoop) or not loop.__module__.startswith("caldera.")
+        for loop in _loops(config, datasets).values()
+    )
+
+
+def _loops(config: PPOTrainerConfig, datasets: Iterable[Any]) -> dict[str, type[AgentLoopBase]]:
+    """The loops that rows ask for, by name."""
+    agent = config.actor_rollout_ref.rollout.agent
+    own = read_loops(agent.agent_loop_config_path)
+    names = {agent.default_agent_loop}
+    for dataset in datasets:
+        names |= _agent_names(dataset)
+    return {name: loop_class(find_loop(name, own)) for name in sorted(names)}
 
 
 def _runner(multi_turn: MultiTurnConfig) -> ToolRunner | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -18,8 +16,6 @@ __all__ = [
     "compute_rollout_diff_metrics",
     "compute_throughput_metrics",
     "compute_timing_metrics",
-    "marked_timer",
-    "reduce_metrics",
 ]
 
 # Phases whose time per token is reported: generation works on response tokens, the rest on all.
@@ -103,29 +99,6 @@ def compute_rollout_diff_metrics(
         f"{prefix}_std": _variance(difference) ** 0.5,
         "training/rollout_actor_probs_pearson_corr": _pearson(rollout_probs, actor_probs),
     }
-
-
-def reduce_metrics(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """One number from several workers' or micro-batches': by name the max, the min or the mean."""
-    reduced: dict[str, float] = {}
-    for name, values in metrics.items():
-        if "max" in name:
-            reduced[name] = float(np.max(values))
-        elif "min" in name:
-            reduced[name] = float(np.min(values))
-        else:
-            reduced[name] = float(np.mean(values))
-    return reduced
-
-
-@contextmanager
-def marked_timer(name: str, timing_raw: MutableMapping[str, float]) -> Iterator[None]:
-    """Add the seconds that the block takes to `timing_raw[name]`."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - start
 
 
 def _tensor(batch: DataProto, key: str) -> Tensor:

@@ -9,9 +9,9 @@ import numpy as np
 from caldera.agent_loop.output import COLUMN
 from caldera.data import Batch, object_array
 from caldera.errors import ConfigError
-from caldera.models.seeds import derive_seed
 from caldera.protocol import DataProto
 from caldera.reward import ROWS
+from caldera.seeds import derive_seed
 
 SINGLE_TURN = "single_turn_agent"
 SAMPLER_TENSORS = ["input_ids", "attention_mask", "position_ids"]

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import logging
-import random
 from functools import partial
-from importlib.util import find_spec
 
-import numpy as np
-import torch
 from transformers.utils.logging import disable_progress_bar
 
 from caldera.config import (
@@ -18,29 +14,35 @@ from caldera.config import (
     resolve_for_machine,
     uses_ray,
 )
+from caldera.config.machine import log_chosen
 from caldera.config.reward_checks import check_native_model
 from caldera.config.strategies import roles
 from caldera.data import (
+    chosen_class,
     create_rl_dataset,
     create_train_loader,
     create_val_loader,
     hf_tokenizer,
 )
-from caldera.errors import ConfigError, WorkerError
-from caldera.installation import install_command
-from caldera.models.loading import import_external, is_language_model
+from caldera.engine.megatron import require_megatron
+from caldera.errors import WorkerError
+from caldera.models.loading import check_folder, import_external, is_language_model
 from caldera.reward import StreamingScorer, load_reward_manager, streams
+from caldera.seeds import seed_everything
 from caldera.single_controller import ClassWithInitArgs, ResourcePoolManager, Role
 from caldera.tracking import check_loggers
-from caldera.trainer.ppo.agents import data_with_tools, make_agents
+from caldera.trainer.groups import MakeGroups, run_where_asked
+from caldera.trainer.loop import TRAINERS, total_training_steps
+from caldera.trainer.ppo.advantage import check_algorithm
+from caldera.trainer.ppo.agents import agents_may_score, data_with_tools, make_agents
 from caldera.trainer.ppo.columns import check_columns
-from caldera.trainer.ppo.groups import make_groups_for
-from caldera.trainer.ppo.ray_trainer import MakeGroups, RayPPOTrainer, total_training_steps
 from caldera.trainer.ppo.reward_servers import RewardServers
 from caldera.trainer.ppo.tracing import make_tracer
-from caldera.trainer.running import locked_run, stop_told
+from caldera.trainer.ppo.trainer import PPOTrainer
+from caldera.trainer.running import check_folders, locked_run, stop_told
 from caldera.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from caldera.workers.agents import MakeAgents
+from caldera.workers.choosing import ChosenWorker
 from caldera.workers.scoring import MakeScorer
 from caldera.workers.tracing import MakeTracer
 
@@ -49,45 +51,31 @@ logger = logging.getLogger(__name__)
 GLOBAL_POOL, REWARD_POOL = "global_pool", "reward_pool"
 
 
-def seed_everything(seed: int) -> None:
-    """Whatever draws from a global generator, such as dropout, draws the same in every run."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def run(config: PPOTrainerConfig) -> None:
     """Train as the config says: on this machine, or on a Ray cluster."""
-    if uses_ray(config):
-        from caldera.trainer.ray_runner import run_on_ray
-
-        with stop_told(config):
-            run_on_ray(config, settle, build_and_fit)
-    else:
-        settle(config, torch.cuda.device_count())
-        check_installed(config)
-        build_and_fit(config, make_groups_for(config))
+    run_where_asked(config, settle, check_installed, build_and_fit)
 
 
 def settle(config: PPOTrainerConfig, gpus: int) -> None:
     """Fill in what depends on the machine, or on the nodes of a cluster, and tell of it."""
-    chosen = resolve_for_machine(config, gpus)
-    if chosen:
-        logger.info("chosen for this machine: %s", ", ".join(chosen))
+    log_chosen(resolve_for_machine(config, gpus))
 
 
 def check_installed(config: PPOTrainerConfig) -> None:
     """What the workers of this machine are going to import is there."""
     users = [role.name for role in roles(config).values() if role.is_megatron and role.is_needed]
-    if users and not has_megatron():
-        raise ConfigError(
-            f"{users[0]}.strategy='megatron' needs megatron-core: {install_command('megatron')}"
-        )
+    if users:
+        require_megatron(f"{users[0]}.strategy='megatron'")
 
 
-def has_megatron() -> bool:
-    """Whether megatron-core is installed here."""
-    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
+def check_models(config: PPOTrainerConfig) -> None:
+    """The folders of critic and reward model are there, before the policy is loaded."""
+    if uses_ray(config):  # its nodes may have them elsewhere
+        return
+    if needs_critic(config):
+        check_folder(config.critic.model, "critic.model")
+    if config.reward_model.has_worker:
+        check_folder(config.reward_model.model, "reward_model.model")
 
 
 def build_and_fit(config: PPOTrainerConfig, make_groups: MakeGroups) -> None:
@@ -121,19 +109,23 @@ class TaskRunner:
             with stop_told(config, lambda: trainer.global_steps):
                 trainer.init_workers()
                 trainer.fit()
-                trainer.actor_rollout_wg.finish_traces()
+                trainer.policy.finish_traces()
         finally:
             if trainer.checkpoints.has_saved:  # else a restart begins where this run began
                 config.trainer.resume_mode = "auto"
             trainer.shutdown()
 
-    def build(self, config: PPOTrainerConfig) -> RayPPOTrainer:
+    def build(self, config: PPOTrainerConfig) -> PPOTrainer:
         """A trainer whose workers are still to be made."""
         check_loggers(config.trainer.logger)
+        check_folders(config)
+        check_models(config)
         disable_progress_bar()  # of transformers, in loading and saving: it would tear our own
         seed_everything(config.actor_rollout_ref.rollout.seed)
         model, data = config.actor_rollout_ref.model, config.data
         import_external(model, "actor_rollout_ref.model")  # it may register estimators and losses
+        trainer_class = chosen_class(TRAINERS, config.trainer.class_, PPOTrainer, "trainer.class")
+        check_algorithm(config)
         reward_model = config.reward_model
         if reward_model.is_served and reward_model.has_worker:
             check_native_model(config, is_language_model(reward_model.model, "reward_model.model"))
@@ -145,7 +137,7 @@ class TaskRunner:
             custom_chat_template=model.custom_chat_template,
             key=f"actor_rollout_ref.model.{'tokenizer_path' if model.tokenizer_path else 'path'}",
         )
-        prompts = data_with_tools(config)
+        prompts = data_with_tools(config, tokenizer)
         train_set = create_rl_dataset(
             data.train_files, prompts, tokenizer, max_samples=data.train_max_samples
         )
@@ -160,11 +152,13 @@ class TaskRunner:
         config.critic.optim.total_training_steps = total
         servers = RewardServers(config)
         reward_fn = load_reward_manager(servers.config, tokenizer, num_examine=0)
-        check_columns(config, reward_fn, train_set, val_set, agents_may_score=agents is not None)
+        check_columns(
+            config, reward_fn, train_set, val_set, agents_may_score(config, (train_set, val_set))
+        )
         # Whatever samples answers, for training or validation, scores them alike.
         streamed = streams(config, reward_fn)
         make_scorer = partial(StreamingScorer, servers.config, tokenizer) if streamed else None
-        return RayPPOTrainer(
+        return trainer_class(
             config,
             tokenizer,
             self._workers(config, make_scorer, agents, tracer),
@@ -189,15 +183,24 @@ class TaskRunner:
         device, parts = str(config.trainer.device), config.actor_rollout_ref
         policy = Role.ActorRolloutRef if needs_reference(config) else Role.ActorRollout
         arguments = (parts, policy.value, device, make_scorer, agents, tracer)
-        workers = {policy: ClassWithInitArgs(ActorRolloutRefWorker, *arguments)}
+        workers: dict[Role, ClassWithInitArgs] = {
+            policy: ChosenWorker(
+                parts.worker_class,
+                ActorRolloutRefWorker,
+                "actor_rollout_ref.worker_class",
+                *arguments,
+            )
+        }
         if needs_critic(config):
-            workers[Role.Critic] = ClassWithInitArgs(
-                CriticWorker, config.critic, parts.rollout.n, device
-            )
+            workers[Role.Critic] = ChosenWorker(
+                config.critic.worker_class, CriticWorker, "critic.worker_class",
+                config.critic, parts.rollout.n, device,
+            )  # fmt: skip
         if config.reward_model.has_worker:
-            workers[Role.RewardModel] = ClassWithInitArgs(
-                RewardModelWorker, config.reward_model, device
-            )
+            workers[Role.RewardModel] = ChosenWorker(
+                config.reward_model.worker_class, RewardModelWorker, "reward_model.worker_class",
+                config.reward_model, device,
+            )  # fmt: skip
         return workers
 
     def _pools(self, config: PPOTrainerConfig) -> ResourcePoolManager:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from caldera.config import PPOTrainerConfig
 from caldera.data import FixedLoader
 from caldera.protocol import DataProto, tensors_of
-from caldera.reward import VALUE, RewardManager
+from caldera.reward import VALUE, AnswerFormats, RewardManager
 from caldera.tracking import Generation, GenerationDump, select_val_generations
 from caldera.trainer.ppo.agent_rows import DUMPED, facts_in, with_agent_columns
 from caldera.trainer.ppo.prompts import stamp_rows
@@ -20,6 +20,8 @@ from caldera.trainer.ppo.validation_metrics import (
     name_validation_metrics,
     process_validation_metrics,
 )
+
+LOOKED_AT = 256  # responses of the first training batch
 
 
 class Answers:
@@ -31,6 +33,8 @@ class Answers:
         self.ground_truths: list[Any] = []
         self.scores: list[float] = []
         self.is_rewarded: list[bool] = []
+        self.is_of_agent: list[bool] = []
+        """Whether the agent loop gave the score."""
         self.sources: list[str] = []
         self.uids: list[str] = []
         self.extras: dict[str, list[Any]] = {}
@@ -53,13 +57,16 @@ class Answers:
         self.ground_truths += ground_truths(batch)
         self.scores += scores
         self.is_rewarded += is_rewarded
+        facts = facts_in(batch)
+        self.is_of_agent += [fact.reward_score is not None for fact in facts]
+        self.is_of_agent += [False] * (len(scores) - len(facts))
         self.sources += [str(source) for source in columns[source_key]]
         self.uids += [str(uid) for uid in columns["uid"]]
         for key in self.extras.keys() | extras.keys():
             # A scorer of one data source may say what another's does not.
             held = self.extras.setdefault(key, [None] * seen)
             held += extras.get(key, [None] * len(scores))
-        for key in DUMPED if facts_in(batch) else ():
+        for key in DUMPED if facts else ():
             self.of_agents.setdefault(key, []).extend(columns.get(key, [None] * len(scores)))
 
     def variables(self) -> dict[str, list[Any]]:
@@ -83,6 +90,11 @@ class Answers:
         for source, state in zip(self.sources, states, strict=True):
             counts[source] += state not in (None, VALUE)
         return {f"val-aux/{source}/reward_failed/count": n for source, n in counts.items()}
+
+    def read_by_scorers(self) -> tuple[list[str], list[str]]:
+        """(data sources, responses) of the answers that a scorer has read."""
+        rows = [row for row, is_of_agent in enumerate(self.is_of_agent) if not is_of_agent]
+        return [self.sources[row] for row in rows], [self.outputs[row] for row in rows]
 
 
 class Validator:
@@ -108,6 +120,7 @@ class Validator:
         self._generate = generate
         self._meta = meta
         self._shown: list[Generation] = []
+        self.formats = AnswerFormats.of(reward_fn)
 
     def run(self, step: int) -> dict[str, float]:
         """Metrics `val-core/...` and `val-aux/...`."""
@@ -124,7 +137,20 @@ class Validator:
         self._first_scores.check(answers.extras)
         variables = answers.variables()
         by_source = process_validation_metrics(answers.sources, answers.uids, variables)
-        return name_validation_metrics(by_source) | answers.failures() | answers.turns()
+        metrics = name_validation_metrics(by_source) | answers.failures() | answers.turns()
+        return metrics | self._format_metrics(answers)
+
+    def _format_metrics(self, answers: Answers) -> dict[str, float]:
+        """`val-aux/{source}/{parsed,format_...}/mean@n`: where a scorer found an answer, and how
+        it was written."""
+        counts = self.formats.counts(*answers.read_by_scorers())
+        self.formats.warn(counts)
+        n = self._config.actor_rollout_ref.rollout.val_kwargs.n
+        return {
+            f"val-aux/{source}/{name}/mean@{n}": share
+            for source, counted in counts.items()
+            for name, share in counted.shares().items()
+        }
 
     def take_shown(self) -> list[Generation]:
         """The answers that the last validation shows, once."""
@@ -152,6 +178,19 @@ class Validator:
         self._shown = select_val_generations(
             answers.inputs, answers.outputs, answers.scores, trainer.log_val_generations
         )
+
+
+def check_formats(
+    batch: DataProto,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PPOTrainerConfig,
+    formats: AnswerFormats,
+) -> None:
+    """Warn of answers in a format that their scorer does not read, by the first of a batch."""
+    part = batch[:LOOKED_AT]
+    if formats.are_known and not any(fact.reward_score is not None for fact in facts_in(part)):
+        sources = [str(source) for source in part.non_tensor_batch[config.data.reward_fn_key]]
+        formats.warn(formats.counts(sources, decode_responses(part, tokenizer)))
 
 
 def dump_answers(

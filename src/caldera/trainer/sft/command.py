@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from caldera.config import SFTTrainerConfig, load_supervised_config
-from caldera.trainer.entry import ConfigCommand, run_entry_point
+from caldera.trainer.entry import ConfigCommand, leave_to_rank_0, run_entry_point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +19,13 @@ class SupervisedCommand(ConfigCommand[SFTTrainerConfig]):
     """`module:NAME`."""
     overrides: tuple[str, ...] = ()
     """What this command always says."""
+    takes_torchrun: bool = True
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run; returns the exit status."""
         asked = self.read(argv)
         if _is_served_by_another():
+            leave_to_rank_0()
             return 0 if asked.only_tells else run_entry_point(_serve)  # telling is for rank 0
         return self.run(asked, self.load, self._train)
 

@@ -3,22 +3,22 @@ on a Ray cluster."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from caldera.config import SFTTrainerConfig, resolve_supervised, uses_ray
+from caldera.config import SFTTrainerConfig, resolve_supervised
+from caldera.config.machine import log_chosen
 from caldera.config.strategies import MEGATRON
-from caldera.data import Batch, FixedLoader, StatefulLoader, hf_tokenizer
-from caldera.errors import ConfigError, DataError
-from caldera.installation import install_command
+from caldera.data import Batch, FixedLoader, StatefulLoader, chosen_class, hf_tokenizer
+from caldera.engine.megatron import require_megatron
+from caldera.errors import DataError
 from caldera.models.loading import import_external
+from caldera.seeds import seed_everything
 from caldera.single_controller import ClassWithInitArgs, ResourcePool, WorkerGroup
 from caldera.single_controller.torchrun import (
     TorchrunWorkerGroup,
@@ -28,15 +28,14 @@ from caldera.single_controller.torchrun import (
     serve,
 )
 from caldera.tracking import check_loggers
-from caldera.trainer.ppo.groups import local_groups
-from caldera.trainer.ppo.setup import has_megatron, seed_everything
-from caldera.trainer.running import locked_run, stop_told
-from caldera.trainer.sft.trainer import MakeGroups, SupervisedTrainer, total_training_steps
+from caldera.trainer.groups import MakeGroups, run_where_asked
+from caldera.trainer.loop import TRAINERS, total_training_steps
+from caldera.trainer.running import check_folders, locked_run, stop_told
+from caldera.trainer.sft.trainer import SupervisedTrainer
 from caldera.trainer.sft.validation import LossValidator
 from caldera.workers import SupervisedWorker
+from caldera.workers.choosing import ChosenWorker
 from caldera.workers.objective import MODEL_KEY, Objective
-
-logger = logging.getLogger(__name__)
 
 
 def run(config: SFTTrainerConfig, objective: Objective) -> None:
@@ -46,15 +45,8 @@ def run(config: SFTTrainerConfig, objective: Objective) -> None:
         assert is_controller(), "other ranks serve"
         _settle(config, torch.cuda.device_count(), launched_nodes())
         work(config, partial(_torchrun_groups, config))
-    elif uses_ray(config):
-        from caldera.trainer.ray_runner import run_on_ray
-
-        with stop_told(config):
-            run_on_ray(config, _settle, work)
     else:
-        _settle(config, torch.cuda.device_count())
-        _check_installed(config)
-        work(config, _local_groups(config))
+        run_where_asked(config, _settle, _check_installed, work)
 
 
 def serve_torchrun() -> None:
@@ -79,11 +71,14 @@ def build(
     config: SFTTrainerConfig, objective: Objective, make_groups: MakeGroups
 ) -> SupervisedTrainer:
     """A trainer whose workers are still to be made."""
-    check_loggers(config.trainer.logger)
+    trainer = config.trainer
+    check_loggers(trainer.logger)
+    check_folders(config)
     disable_progress_bar()  # of transformers, in loading and saving: it would tear our own
     seed_everything(config.trainer.seed)
     model = config.model
     import_external(model, MODEL_KEY)
+    trainer_class = chosen_class(TRAINERS, trainer.class_, SupervisedTrainer, "trainer.class")
     path_key = "model.partial_pretrain" if model.partial_pretrain else "model.path"
     tokenizer = hf_tokenizer(
         model.tokenizer_path or str(model.path),
@@ -93,25 +88,23 @@ def build(
     )
     loader = _train_loader(config, objective, tokenizer)
     steps = total_training_steps(config, loader)
-    device = str(config.trainer.device)
-    worker = ClassWithInitArgs(SupervisedWorker, config, objective, steps, device)
+    worker = ChosenWorker(
+        trainer.worker_class, SupervisedWorker, "trainer.worker_class",
+        config, objective, steps, str(trainer.device),
+    )  # fmt: skip
     validator = _validator(config, objective, tokenizer)
-    return SupervisedTrainer(config, objective, worker, make_groups, loader, validator)
+    return trainer_class(config, objective, worker, make_groups, loader, validator)
 
 
 def _settle(config: SFTTrainerConfig, gpus: int, launched: tuple[int, int] | None = None) -> None:
     """Fill in what depends on the machine, and tell of it."""
-    chosen = resolve_supervised(config, gpus, launched)
-    if chosen:
-        logger.info("chosen for this machine: %s", ", ".join(chosen))
+    log_chosen(resolve_supervised(config, gpus, launched))
 
 
 def _check_installed(config: SFTTrainerConfig) -> None:
     """What the workers of this machine are going to import is there."""
-    if config.model.strategy == MEGATRON and not has_megatron():
-        raise ConfigError(
-            f"model.strategy='megatron' needs megatron-core: {install_command('megatron')}"
-        )
+    if config.model.strategy == MEGATRON:
+        require_megatron("model.strategy='megatron'")
 
 
 def _train_loader(
@@ -161,16 +154,6 @@ class _Collate:
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> Batch:
         return self._collate(items, self._pad_id)
-
-
-def _local_groups(config: SFTTrainerConfig) -> MakeGroups:
-    trainer = config.trainer
-    return partial(
-        local_groups,
-        device=str(trainer.device),
-        timeout_s=trainer.nccl_timeout,
-        log_dir=Path(trainer.default_local_dir).expanduser() / "logs",
-    )
 
 
 def _torchrun_groups(

@@ -11,7 +11,7 @@ from caldera.core_algos import LossScale
 from caldera.data import FixedLoader
 from caldera.engine import Outputs
 from caldera.protocol import DataProto, tensors_of
-from caldera.trainer.ppo.dealing import DealtGroup
+from caldera.workers import SupervisedWorker
 from caldera.workers.objective import Objective
 
 
@@ -25,7 +25,7 @@ class LossValidator:
         self._scale = _count(loader)
 
     @torch.no_grad()
-    def run(self, group: DealtGroup) -> dict[str, float]:
+    def run(self, group: SupervisedWorker) -> dict[str, float]:
         """val/loss, and what else the objective tells."""
         totals: dict[str, float] = {}
         for rows in self._loader:

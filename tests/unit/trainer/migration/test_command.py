@@ -28,6 +28,7 @@ PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
     actor_rollout_ref.actor.ppo_mini_batch_size=32 \\
     critic.ppo_mini_batch_size=32 \\
     actor_rollout_ref.actor.use_dynamic_bsz=True \\
+    actor_rollout_ref.rollout.n=8 \\
     +reward.custom_reward_function.path=score.py \\
     {more} 2>&1 | tee log
 """
@@ -58,7 +59,7 @@ def section(text: str, title: str) -> list[str]:
 def test_a_script_that_runs(tmp_path: Path, capsys: Any) -> None:
     status, told = migrated(tmp_path, capsys, SCRIPT.format(more=""))
     assert status == 0
-    assert f"{tmp_path}/run.sh:5: verl.trainer.main_ppo, 12 arguments" in told
+    assert f"{tmp_path}/run.sh:5: verl.trainer.main_ppo, 13 arguments" in told
     assert section(told, "Renamed") == [
         "reward.custom_reward_function.path -> custom_reward_function.path"
     ]
@@ -81,8 +82,17 @@ def test_a_script_that_runs(tmp_path: Path, capsys: Any) -> None:
         "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B \\",
         "actor_rollout_ref.actor.ppo_mini_batch_size=32 \\",
         "actor_rollout_ref.actor.use_dynamic_bsz=True \\",
+        "actor_rollout_ref.rollout.n=8 \\",
         "custom_reward_function.path=score.py",
     ]
+
+
+def test_one_response_a_prompt_for_grpo_is_still_to_settle(tmp_path: Path, capsys: Any) -> None:
+    text = SCRIPT.format(more="actor_rollout_ref.rollout.n=1")
+    status, told = migrated(tmp_path, capsys, text)
+    assert status == 1
+    (line,) = section(told, "Still to settle")
+    assert "actor_rollout_ref.rollout.n=1: algorithm.adv_estimator='grpo' compares" in line
 
 
 def test_the_equivalent_means_the_same(tmp_path: Path, capsys: Any) -> None:

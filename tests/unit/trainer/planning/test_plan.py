@@ -13,11 +13,12 @@ from caldera.trainer.planning.plan import GIB, Plan, device_bytes, make_plan
 from caldera.trainer.planning.report import _size
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8")
 STEP = (
-    "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=16", f"{ROLLOUT}.n=8",
+    "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=16",
     "data.max_prompt_length=512", "data.max_response_length=512",
     f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=16384",
-    "algorithm.adv_estimator=grpo",
+    *GRPO,
 )  # fmt: skip
 
 
@@ -133,6 +134,7 @@ def test_the_command_tells_and_returns_whether_it_fits(
         ([f"{ROLLOUT}.name=hf"], "rollout.name='hf'.*takes native"),
         (["trainer.device=cpu"], "trainer.device='cpu'"),
         (["data.train_batch_size=63"], "data.train_batch_size=63 prompts"),
+        ([f"{ROLLOUT}.n=1"], "rollout.n=1: algorithm.adv_estimator='grpo' compares"),
     ],
 )
 def test_what_is_not_planned_is_refused(
@@ -181,10 +183,10 @@ def test_a_tiny_model_has_no_column_of_zeros(
     [
         ([], [f"{ACTOR}.use_dynamic_bsz", f"{ROLLOUT}.log_prob_use_dynamic_bsz",
               "critic.use_dynamic_bsz"]),
-        ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", "algorithm.adv_estimator=grpo"],
+        ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", *GRPO],
          [f"{ROLLOUT}.log_prob_use_dynamic_bsz"]),
         ([f"{ACTOR}.ppo_micro_batch_size=4", f"{ROLLOUT}.log_prob_micro_batch_size=4",
-          "algorithm.adv_estimator=grpo"], []),
+          *GRPO], []),
         ([f"{ACTOR}.use_dynamic_bsz=True"], []),
     ],
 )  # fmt: skip

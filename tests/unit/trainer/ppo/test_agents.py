@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from template_tokenizers import real
 from torch.utils.data import Dataset
 
 from caldera.config import PPOTrainerConfig
 from caldera.errors import ConfigError
-from caldera.trainer.ppo.agents import make_agents
+from caldera.trainer.ppo.agents import data_with_tools, make_agents
 
 TOKENIZER: Any = None  # nothing is rendered before these checks
 
@@ -76,3 +79,39 @@ def test_a_data_set_of_ones_own_may_choose_the_loop() -> None:
 
 def test_a_loop_that_no_row_asks_for_needs_nothing() -> None:
     assert make_agents(config(), TOKENIZER, [rows(None)]) is None
+
+
+TOOLS = """
+from caldera.tools import function_tool
+
+
+@function_tool
+def add(a: int, b: int) -> str:
+    \"""Add numbers.
+
+    Args:
+        a: one
+        b: another
+    \"""
+    return str(a + b)
+"""
+
+
+@pytest.mark.parametrize(
+    ("template", "mode", "warns"),
+    [("smollm2", "strict", True), ("smollm2", "disable", False), ("qwen3", "strict", False)],
+)
+def test_tools_that_the_chat_template_leaves_out_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, mode: str, warns: bool
+) -> None:
+    file = tmp_path / "my_tools.py"
+    file.write_text(TOOLS)
+    made = config("tool_agent")
+    made.actor_rollout_ref.rollout.multi_turn.function_tool_path = str(file)
+    made.actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode = mode
+    with caplog.at_level(logging.WARNING):
+        data = data_with_tools(made, real(template))
+    assert data.apply_chat_template_kwargs["tools"][0]["function"]["name"] == "add"
+    told = [message for message in caplog.messages if "leaves out the tools (add)" in message]
+    assert len(told) == warns
+    assert all("actor_rollout_ref.model.custom_chat_template" in message for message in told)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +14,6 @@ from caldera.trainer.ppo.metrics import (
     compute_rollout_diff_metrics,
     compute_throughput_metrics,
     compute_timing_metrics,
-    marked_timer,
-    reduce_metrics,
 )
 
 
@@ -194,32 +191,3 @@ def test_rollout_diff_metrics_are_never_nan(
     metrics = rollout_diff(rollout, actor, mask)
     assert metrics["actor_probs_pearson_corr"] == pytest.approx(correlation)
     assert metrics["probs_diff_valid"] == float(any(mask))
-
-
-def test_reduce_metrics() -> None:
-    assert reduce_metrics(
-        {
-            "actor/pg_loss": [1.0, 2.0, 6.0],
-            "perf/max_memory_allocated_gb": [1.0, 5.0, 3.0],
-            "critic/score/min": [4.0, -1.0],
-            "critic/score/max": [4.0, -1.0],
-        }
-    ) == {
-        "actor/pg_loss": 3.0,
-        "perf/max_memory_allocated_gb": 5.0,
-        "critic/score/min": -1.0,
-        "critic/score/max": 4.0,
-    }
-
-
-def test_marked_timer_adds_up_and_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings = iter([10.0, 12.5, 20.0, 21.0])
-    clock = SimpleNamespace(perf_counter=lambda: next(readings))
-    monkeypatch.setattr("caldera.trainer.ppo.metrics.time", clock)
-    timing: dict[str, float] = {}
-    with marked_timer("gen", timing):
-        pass
-    assert timing == {"gen": 2.5}
-    with pytest.raises(KeyError), marked_timer("gen", timing):
-        raise KeyError
-    assert timing == {"gen": 3.5}

@@ -10,8 +10,8 @@ import torch
 from caldera.agent_loop.output import COLUMN
 from caldera.data import Batch, object_array
 from caldera.errors import ConfigError
-from caldera.models.seeds import derive_seed
 from caldera.protocol import DataProto
+from caldera.seeds import derive_seed
 from caldera.trainer.ppo.prompts import check_loops, stamp_rows
 
 META = {"eos_token_id": 2}

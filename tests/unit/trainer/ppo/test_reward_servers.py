@@ -33,6 +33,7 @@ def test_several_addresses_become_the_routers() -> None:
         (url,) = pickle.loads(pickle.dumps(servers.config)).reward_model.rollout.url
         assert isinstance(url, RouterUrl)
         assert router_address(servers.config.reward_model) == url.removeprefix("http://")
+        assert url.startswith("http://127.0.0.1:"), "without Ray it is for this machine alone"
     finally:
         servers.close()
     (url,) = RewardServers(config_of("http://a:1")).config.reward_model.rollout.url

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from caldera.trainer.fsdp_sft_trainer import CLASSIC
+from caldera.trainer.main_eval import EVALUATE, load_evaluation, run_eval
+from caldera.trainer.main_ppo import main as train
 from caldera.trainer.sft import command
 
 REQUIRED = ["data.train_files=train.parquet", "model.partial_pretrain=M"]
+
+
+@pytest.fixture(autouse=True)
+def unchanged_interrupts() -> Iterator[None]:
+    """Other ranks than 0 leave Ctrl-C to it; here they are this process."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(params=["0", "1"])
@@ -34,3 +46,27 @@ def test_other_ranks_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_serve", lambda: served.append(True))
     assert CLASSIC.main(REQUIRED) == 0
     assert served == [True]
+
+
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_other_commands_refuse_several_processes(
+    rank: str, size: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", size)
+    status = train(["data.train_files=absent.parquet"])
+    told = capsys.readouterr().err
+    if size == "2" and rank == "1":
+        assert (status, told) == (0, "")
+        return
+    assert status == 2
+    assert told.startswith("caldera: error: ")
+    assert ("without torchrun; trainer.n_gpus_per_node=N" in told) is (size == "2")
+
+
+def test_scoring_has_no_processes_to_start(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "r")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    asked = EVALUATE.read(["data.path=absent.parquet"])
+    assert EVALUATE.run(asked, load_evaluation, run_eval) == 2
+    assert capsys.readouterr().err.endswith("call it without torchrun\n")

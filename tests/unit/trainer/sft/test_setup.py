@@ -6,9 +6,7 @@ import pytest
 
 from caldera.config import SFTTrainerConfig, load_supervised_config
 from caldera.errors import CalderaError
-from caldera.protocol import DataProto
 from caldera.trainer.sft.setup import build
-from caldera.trainer.sft.trainer import step_metrics
 from caldera.workers.objective import FINE_TUNING
 
 
@@ -20,18 +18,3 @@ def test_a_model_that_is_not_there_names_the_key_that_was_set(tmp_path: Any, key
     config = load_supervised_config(given, "sft_trainer", None, SFTTrainerConfig)
     with pytest.raises(CalderaError, match=key.replace(".", r"\.")):
         build(config, FINE_TUNING, lambda pool, recipes: {})
-
-
-def test_of_peaks_of_memory_the_highest_counts() -> None:
-    told = {
-        "perf/max_memory_allocated_gb": [1.0, 3.0],
-        "perf/cpu_memory_used_gb": [4.0, 2.0],
-        "train/loss": [1.0, 2.0],
-        "train/lr": 0.5,
-    }
-    assert step_metrics(DataProto(meta_info={"metrics": told})) == {
-        "perf/max_memory_allocated_gb": 3.0,
-        "perf/cpu_memory_used_gb": 4.0,
-        "train/loss": 1.5,
-        "train/lr": 0.5,
-    }

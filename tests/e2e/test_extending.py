@@ -1,0 +1,70 @@
+"""The files of docs/extending.md change a run as the page says, without a change to the package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import Lab
+
+PAGE = Path(__file__).parents[2] / "docs/extending.md"
+FILE = re.compile(r"^```python\n# (?P<name>\w+\.py)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("extensions")
+    for found in FILE.finditer(PAGE.read_text(encoding="utf-8")):
+        (folder / found["name"]).write_text(found["code"], encoding="utf-8")
+    return folder
+
+
+def test_a_trainer_overrides_a_phase(lab: Lab, files: Path, tmp_path: Path) -> None:
+    steps = f"trainer.total_training_steps={STEPS}"
+    plain = lab.train(tmp_path / "plain", steps)
+    own = lab.train(
+        tmp_path / "own", steps, "custom.price_of_a_token=0.1",
+        f"trainer.class={files}/length_trainer.py:LengthTrainer",
+    )  # fmt: skip
+    assert own[0]["critic/score/mean"] < plain[0]["critic/score/mean"]
+    assert own[0]["response_length/mean"] == plain[0]["response_length/mean"]
+
+
+def test_a_worker_of_two_ranks_has_a_further_method(lab: Lab, files: Path, tmp_path: Path) -> None:
+    rows = lab.train(
+        tmp_path, "trainer.total_training_steps=1", "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=256",
+        f"actor_rollout_ref.worker_class={files}/counting_worker.py:CountingWorker",
+        f"trainer.class={files}/counting_trainer.py:CountingTrainer",
+    )  # fmt: skip
+    assert rows[0]["counting/tokens"] == rows[0]["perf/total_num_tokens"]
+    assert rows[0]["counting/ranks"] == 2
+
+
+def test_custom_keys_reach_a_score_function(lab: Lab, files: Path, tmp_path: Path) -> None:
+    score = f"custom_reward_function.path={files}/threshold_reward.py"
+    steps = "trainer.total_training_steps=1"
+    (short,) = lab.train(tmp_path / "short", score, steps, "custom.longest=0")
+    (long,) = lab.train(tmp_path / "long", score, steps, "custom.longest=99")
+    assert short["critic/score/mean"] < long["critic/score/mean"] == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("trainer.class", "nothing", "or a registered trainer (ppo, supervised)"),
+        ("trainer.class", "supervised", "SupervisedTrainer, which is not derived from PPOTrainer"),
+        ("actor_rollout_ref.worker_class", "critic", "is CriticWorker, which is not derived from"),
+        ("critic.worker_class", "missing.py:Worker", "missing.py does not exist"),
+    ],
+)  # fmt: skip
+def test_a_class_that_cannot_be_used_is_named_before_a_model_is_loaded(
+    lab: Lab, tmp_path: Path, key: str, value: str, said: str
+) -> None:
+    with pytest.raises(AssertionError, match=re.escape(said)):
+        lab.train(tmp_path, "algorithm.adv_estimator=gae", f"{key}={value}")
