@@ -244,7 +244,7 @@ def train(overrides: Sequence[str], folder: Path) -> int:
     """One run in a process of its own; what it says goes to `log.txt`. Returns its status."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    paths = [str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",

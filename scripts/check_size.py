@@ -2,7 +2,7 @@
 
 Usage: python scripts/check_size.py [REPOSITORY]
 
-Checks every Python file under caldera/, compat/, scripts/ and benchmarks/, prints each offence as
+Checks every Python file under src/, compat/, scripts/ and benchmarks/, prints each offence as
 `file:line: what is wrong` and exits with status 1 if there is any.
 """
 
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-CHECKED_FOLDERS = ("caldera", "compat", "scripts", "benchmarks")
+CHECKED_FOLDERS = ("src", "compat", "scripts", "benchmarks")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_NESTING = 4

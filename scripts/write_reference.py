@@ -34,7 +34,7 @@ def page() -> str:
     refused = sum(info.refused for info in infos)
     return f"""# Every config key
 
-<!-- Written by scripts/write_reference.py from the dataclasses in caldera/config. -->
+<!-- Written by scripts/write_reference.py from the dataclasses in src/caldera/config. -->
 
 `caldera train` knows {len(known_keys())} keys: {len(infos) - refused} are honoured, {refused} are
 understood and refused, each with a reason. How keys are set is told in

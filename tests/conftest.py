@@ -232,7 +232,7 @@ def warm() -> Iterator[WarmPython]:
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONPATH": str(REPOSITORY / "src"),
     }
     python = WarmPython(environment)
     yield python

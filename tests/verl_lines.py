@@ -106,7 +106,7 @@ def bash(
     lab: Lab, folder: Path, line: str, *more: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """A line as a shell takes it, with a user's own keys behind it. It must succeed."""
-    paths = (REPOSITORY, REPOSITORY / "compat" / "verl", folder)
+    paths = (REPOSITORY / "src", REPOSITORY / "compat/verl/src", folder)
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = lab.environment | {
         "PATH": programs, "PYTHONPATH": ":".join(map(str, paths)), "PYTHONUNBUFFERED": "1",

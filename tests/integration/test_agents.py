@@ -128,7 +128,7 @@ def prepare(config: PPOTrainerConfig) -> Any:
     path = str(config.actor_rollout_ref.model.path)
     template = config.actor_rollout_ref.model.custom_chat_template
     tokenizer = hf_tokenizer(path, custom_chat_template=template)
-    dataset = RLHFDataset(config.data.train_files, tokenizer, data_with_tools(config))
+    dataset = RLHFDataset(config.data.train_files, tokenizer, data_with_tools(config, tokenizer))
     return make_agents(config, tokenizer, [dataset])
 
 
@@ -176,10 +176,11 @@ def test_all_is_shared_that_the_files_say(load: Any, files: Path) -> None:
         f"{MULTI_TURN}.function_tool_path={files}/functions.py",
         f"{MULTI_TURN}.interaction_config_path={files}/talk.yaml",
     )
-    shared = equip(config, hf_tokenizer(str(config.actor_rollout_ref.model.path)))
+    tokenizer = hf_tokenizer(str(config.actor_rollout_ref.model.path))
+    shared = equip(config, tokenizer)
     assert shared.tools is not None
     assert list(shared.tools.tools) == ["calculator", "double"]
     assert list(shared.interactions) == ["examiner"]
     # Prompts are measured with the tools in them.
-    shown = data_with_tools(config).apply_chat_template_kwargs["tools"]
+    shown = data_with_tools(config, tokenizer).apply_chat_template_kwargs["tools"]
     assert [tool["function"]["name"] for tool in shown] == ["calculator", "double"]

@@ -131,7 +131,8 @@ def run(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_ppo_command_runs_as_it_is(lab: Lab, tmp_path: Path) -> None:
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with lab.start(ppo_arguments(lab), cwd=tmp_path, **options) as process:
+    arguments = [*ppo_arguments(lab), "trainer.console_metrics=all"]
+    with lab.start(arguments, cwd=tmp_path, **options) as process:
         output, errors = process.communicate()
     assert process.returncode == 0, output + errors
     steps: dict[str, set[str]] = {}
@@ -273,6 +274,25 @@ def test_the_short_profile_is_a_config_file(
     plain = load_config(arguments)
     assert mine.data == plain.data
     assert mine.trainer.default_local_dir == plain.trainer.default_local_dir
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (["critic.ppo_epochs=0"], "critic.ppo_epochs=0: must be at least 1"),
+        (
+            ["algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=1"],
+            "actor_rollout_ref.rollout.n=1: algorithm.adv_estimator='rloo' compares",
+        ),
+    ],
+)
+def test_the_short_profile_is_checked_as_a_run_is(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: list[str], told: str
+) -> None:
+    assert main(["--cfg", "short", *lab.overrides(tmp_path), *keys]) == 2
+    shown = capsys.readouterr()
+    assert "train_batch_size: " in shown.out
+    assert told in shown.err
 
 
 def test_sampling_with_transformers(lab: Lab, tmp_path: Path) -> None:

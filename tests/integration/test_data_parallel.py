@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from caldera.config import FSDPConfig, OptimizerConfig, load_config, resolve_for_machine
 from caldera.core_algos import LossScale
-from caldera.data import micro_batches_by_tokens
 from caldera.demo.arithmetic import build_model, build_tokenizer
 from caldera.engine import ForwardPlan, LocalEngine, Outputs
 from caldera.engine import ranks as ranks_module
 from caldera.errors import ConfigError
 from caldera.protocol import DataProto
+from caldera.protocol.balance import micro_batches_by_tokens
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all that the processes do

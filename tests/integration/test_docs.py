@@ -89,7 +89,7 @@ def run_script(script: str, folder: Path, warm: WarmPython | None = None) -> Non
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "PATH": os.pathsep.join([*map(str, places), own["PATH"]]),
-        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONPATH": str(REPOSITORY / "src"),
     }
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
@@ -191,7 +191,7 @@ def test_keys_exist(page: Path) -> None:
 
 def test_the_reference_page_is_up_to_date() -> None:
     script = REPOSITORY / "scripts/write_reference.py"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
     done = subprocess.run(
         [sys.executable, script, "--check"], env=environment, text=True, capture_output=True
     )
@@ -202,7 +202,7 @@ def test_the_reference_page_is_up_to_date() -> None:
 def test_files_of_the_package_exist(page: Path) -> None:
     for span in code_spans(page):
         if re.fullmatch(r"[\w/]+/\w+\.py", span):
-            package = REPOSITORY / "caldera"
+            package = REPOSITORY / "src/caldera"
             roots = (REPOSITORY, package, package / "rollout")
             assert any((root / span).is_file() for root in roots), f"no file {span}"
 

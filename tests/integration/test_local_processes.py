@@ -363,7 +363,9 @@ def test_no_process_outlives_the_controller(ends: str, tmp_path: Path) -> None:
     script = tmp_path / "controller.py"
     script.write_text(CONTROLLER)
     how = "busy" if ends == "killed" else "idle"
-    paths = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(
+        filter(None, [str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH")])
+    )
     with subprocess.Popen(
         [sys.executable, script, how],
         stdout=subprocess.PIPE,

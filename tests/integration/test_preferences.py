@@ -12,8 +12,12 @@ import torch
 from caldera.config.loader import SCHEMAS, load_supervised_config
 from caldera.config.sft_checks import resolve_supervised
 from caldera.protocol import DataProto, tensors_of
-from caldera.single_controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
-from caldera.trainer.ppo.dealing import DealtGroup
+from caldera.single_controller import (
+    Balancing,
+    ClassWithInitArgs,
+    LocalWorkerGroup,
+    ResourcePool,
+)
 from caldera.workers.objective import Objective
 from caldera.workers.preference import DIRECT, REWARD_MODEL, pair_batch
 from caldera.workers.supervised import SupervisedWorker
@@ -83,12 +87,10 @@ def train(lab: Lab, name: str, ranks: int, *more: str) -> tuple[list[dict[str, A
     try:
         group.init_model()
         rows = make_rows()
-        dealt = DealtGroup(
-            group, config.data.balance_dp_token, {"train_batch": 2 * PAIRS}, rows_together=2
-        )
-        steps = [dealt.train_batch(rows).meta_info["metrics"] for _ in range(STEPS)]
+        group.balancing = Balancing(config.data.balance_dp_token, 2 * PAIRS, rows_together=2)
+        steps = [group.train_batch(rows).meta_info["metrics"] for _ in range(STEPS)]
         # Five pairs do not fill two ranks: one is given twice, and told once.
-        outputs = tensors_of(dealt.evaluate(rows[:10]))
+        outputs = tensors_of(group.evaluate(rows[:10]))
         return [{k: sum(v) / len(v) for k, v in step.items()} for step in steps], outputs
     finally:
         group.shutdown()
@@ -136,9 +138,9 @@ def test_a_checkpoint_of_two_ranks_is_a_reward_model(lab: Lab, tmp_path: Path) -
     rows = make_rows()
     try:
         group.init_model()
-        dealt = DealtGroup(group, False, {"train_batch": 2 * PAIRS}, rows_together=2)
-        dealt.train_batch(rows)
-        scores = tensors_of(dealt.evaluate(rows))["scores"].sum(1)  # (B,)
+        group.balancing = Balancing(False, 2 * PAIRS, rows_together=2)
+        group.train_batch(rows)
+        scores = tensors_of(group.evaluate(rows))["scores"].sum(1)  # (B,)
         group.save_checkpoint(tmp_path / "actor")
         group.wait_for_checkpoint()
     finally:

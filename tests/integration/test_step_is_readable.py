@@ -11,7 +11,7 @@ from typing import Any
 from caldera.engine.packed_model import PackedModel
 from caldera.engine.training import TrainingEngine
 from caldera.trainer.ppo.advantage import compute_advantage
-from caldera.trainer.ppo.ray_trainer import RayPPOTrainer
+from caldera.trainer.ppo.trainer import PPOTrainer
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
 from caldera.workers.losses import _distance, policy_loss, value_loss
 from caldera.workers.plans import log_prob_plan, update_plan
@@ -22,13 +22,13 @@ MOST_LINES = 300
 # All that a reader meets on the way, but for the mathematics (core_algos), the sampler, and what
 # an option switches on.
 READ: list[Callable[..., Any]] = [
-    RayPPOTrainer.step,
-    RayPPOTrainer._rollout,
-    RayPPOTrainer._score,
-    RayPPOTrainer._evaluate,
-    RayPPOTrainer._advantage,
+    PPOTrainer.step,
+    PPOTrainer.rollout,
+    PPOTrainer.score,
+    PPOTrainer.evaluate,
+    PPOTrainer.advantage,
     compute_advantage,
-    RayPPOTrainer._update,
+    PPOTrainer.update,
     ActorRolloutRefWorker.generate_sequences,
     ActorRolloutRefWorker.compute_log_prob,
     ActorRolloutRefWorker.compute_ref_log_prob,
@@ -52,9 +52,9 @@ READ: list[Callable[..., Any]] = [
 
 def test_every_phase_of_a_step_is_counted() -> None:
     """A phase that is added to `step` is added to the list above."""
-    called = [name for name in vars(RayPPOTrainer) if f"self.{name}(" in _source(READ[0])]
+    called = [name for name in vars(PPOTrainer) if f"self.{name}(" in _source(READ[0])]
     assert len(called) == 5
-    assert {f"RayPPOTrainer.{name}" for name in called} <= {part.__qualname__ for part in READ}
+    assert {f"PPOTrainer.{name}" for name in called} <= {part.__qualname__ for part in READ}
 
 
 def test_a_step_takes_fewer_than_300_lines() -> None:

@@ -104,7 +104,7 @@ rows = [row["x"] for row in SQLiteStorage.get_logs("project", "experiment")]
 found = SQLiteStorage.get_traces("project", "experiment-traces-0")
 print(json.dumps([lost, rows, found]))
 """
-    paths = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
+    paths = os.pathsep.join([str(REPOSITORY / "src"), str(Path(__file__).parent)])
     done = subprocess.run(
         [sys.executable, "-c", script],
         check=True, timeout=120, text=True, capture_output=True, cwd=tmp_path,

@@ -45,7 +45,7 @@ print("lost", tracking.lost_rows)
     return subprocess.run(
         [sys.executable, "-c", script],
         check=True, timeout=120, text=True, capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")},
     )  # fmt: skip
 
 

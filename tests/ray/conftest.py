@@ -40,7 +40,7 @@ QUICK_TO_NOTICE = {
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
     """A head node with 4 CPUs and 2 GPUs that exist on paper alone; the tests are connected."""
-    os.environ["PYTHONPATH"] = str(REPOSITORY)
+    os.environ["PYTHONPATH"] = str(REPOSITORY / "src")
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 4, "num_gpus": 2, "include_dashboard": False},
@@ -88,7 +88,9 @@ class Node:
             f"--temp-dir={self.folder}", "--block",
         ]  # fmt: skip
         programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = os.environ | {"PATH": programs, "PYTHONPATH": str(REPOSITORY)} | variables
+        environment = (
+            os.environ | {"PATH": programs, "PYTHONPATH": str(REPOSITORY / "src")} | variables
+        )
         self._output = self.folder / "output"
         with self._output.open("w") as output:
             self.process = subprocess.Popen(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from caldera.errors import WorkerError
-from caldera.single_controller import ClassWithInitArgs, Dispatch, Worker, ray_group, register
+from caldera.single_controller import ClassWithInitArgs, Dispatch, Worker, register
 from caldera.single_controller.ray_failure import look_at_all
 from caldera.single_controller.ray_group import RayWorkerGroup
 from caldera.single_controller.ray_pool import RayResourcePool
@@ -110,7 +110,7 @@ def test_an_exception_while_another_rank_waits_for_it(make_group: MakeGroup) -> 
 def test_a_killed_worker_is_the_first_to_blame(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_group, "GRACE_S", 60.0)  # until the other rank has failed as well
+    monkeypatch.setattr(RayWorkerGroup, "grace_s", 60.0)  # until the other rank has failed as well
     group = make_group()
     processes = [pid for pid, _ in group.process()]
     message = message_of(group.die_on_one)
@@ -123,7 +123,7 @@ def test_a_killed_worker_is_the_first_to_blame(
 def test_a_rank_for_which_others_wait(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_group, "LONG_GRACE_S", 1.0)
+    monkeypatch.setattr(RayWorkerGroup, "long_grace_s", 1.0)
     group = make_group(timeout_s=10, ray_wait_register_center_timeout=60)
     processes = [pid for pid, _ in group.process()]
     blamed, _, waiting = message_of(group.miss_a_collective).partition("rank 0 failed in")

@@ -217,7 +217,7 @@ def test_connections(cluster: Any, tmp_path: Path) -> None:
     # As `ray job submit` starts a process: its variables may be among ours.
     job = {"runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO", "OF_THE_JOB": "1"}}}
     environment = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
         "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job),
         "NCCL_DEBUG": "INFO",
         "OF_THE_JOB": "1",
