@@ -67,13 +67,14 @@ lint: $(VENV)/.stamp-dev ## Style, formatting, types, layering and size; changes
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/check_size.py
+	$(BIN)/python scripts/check_commits.py
 
 format: $(VENV)/.stamp-dev ## Format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean: ## Remove caches and build files; keeps .venv and what runs wrote
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 # Set-up. A stamp is removed before and written after its step, so that a step that was
