@@ -9,6 +9,7 @@ Without it there is nothing to collect here. What has the fixture `device` also 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -24,3 +25,24 @@ if not IS_INTERPRETED:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cpu" if IS_INTERPRETED else "cuda")
+
+
+if IS_INTERPRETED:
+    import numpy as np
+    from triton.runtime import interpreter
+
+    def _dot_in_one_order(
+        self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
+    ) -> Any:
+        """`tl.dot` whose sums are taken in the order of their terms, whatever the tile's shape.
+
+        The interpreter calls NumPy's BLAS, which on some processors adds up in another order for
+        another shape. Kernels of exact mode are tested to the bit.
+        """
+        left, right = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype)
+        total = np.zeros_like(d.data)
+        for term in range(left.shape[-1]):
+            total += left[..., :, term, None] * right[..., None, term, :]
+        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = _dot_in_one_order
