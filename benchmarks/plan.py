@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from caldera.commands.planning.memory import Held, Pass, Sampler, inference, sampling, training
+from caldera.commands.planning.plan import ModelShape
 from caldera.config import FSDPConfig, OptimizerConfig, RolloutConfig
 from caldera.core_algos import LossScale
 from caldera.engine import EngineOptions, ForwardPlan, LocalEngine, Outputs
@@ -33,9 +35,6 @@ from caldera.protocol import DataProto, tensors_of
 from caldera.rollout.base import Completion, Request, SamplingParams
 from caldera.rollout.batch import completions_to_batch
 from caldera.rollout.native.engine import NativeRollout
-from caldera.trainer.planning.memory import Held, Pass, inference, training
-from caldera.trainer.planning.sampling import Sampler, sampling
-from caldera.trainer.planning.shapes import ModelShape
 from caldera.workers.weight_sync import WeightSync
 
 SHAPES = {

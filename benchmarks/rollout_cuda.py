@@ -36,7 +36,7 @@ from caldera.rollout import ROLLOUTS, Rollout
 from caldera.rollout.base import Completion, Request, SamplingParams
 from caldera.rollout.batch import completions_to_batch
 from caldera.rollout.native.blocks import PAGE_SIZE
-from caldera.rollout.native.cuda.mail import LETTERS
+from caldera.rollout.native.cuda.graphs import LETTERS
 from caldera.workers.weight_sync import WeightSync
 
 CUDA = torch.device("cuda")

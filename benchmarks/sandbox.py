@@ -16,8 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from caldera.reward.sandbox import Limits, Sandbox
-from caldera.reward.sandbox.isolation import Method, find_interpreter, slot_user
+from caldera.sandbox import Limits, Sandbox
+from caldera.sandbox.isolation import Method, find_interpreter, slot_user
 
 PROGRAM = """
 import math

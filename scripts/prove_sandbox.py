@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from caldera.data.prepare.humaneval import helpers_of
-from caldera.reward.sandbox import Limits, Outcome, Sandbox
+from caldera.sandbox import Limits, Outcome, Sandbox
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from caldera.errors import RolloutError
 from caldera.models.attention import ATTENTION
 from caldera.rollout import ROLLOUTS, AsyncSampler, Completion, Request, SamplingParams
 from caldera.rollout.engines.host.caldera_engine.buckets import ADAPTER_FILE
-from caldera.rollout.engines.probe import probe_module
 from caldera.rollout.engines.process import EngineProcess
 from caldera.rollout.engines.rollout import EngineRollout
 from caldera.rollout.engines.weights import ModuleWeights
+from caldera.rollout.weights import probe_module
 from caldera.trainer.main_ppo import main
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from caldera.commands.generation.run import generate
 from caldera.config import RolloutConfig, compose_config
 from caldera.config.generation_checks import check_generation
 from caldera.config.offline import GenerationConfig
@@ -30,7 +31,6 @@ from caldera.config.rollout import RemoteConfig
 from caldera.demo import smollm2
 from caldera.models.attention import ATTENTION
 from caldera.rollout import ROLLOUTS, Completion, RemoteRollout, Request, SamplingParams
-from caldera.trainer.generation.run import generate
 from tests.engine_trials import assert_same, python_of
 
 ROWS, SAMPLES = 6, 2
@@ -38,7 +38,7 @@ SECONDS = 250.0
 CPU = torch.device("cpu")
 PROGRAM = """
 import sys
-from caldera.trainer.generation.sampling import Samplers
+from caldera.commands.generation.sampling import Samplers
 from caldera.trainer.main_generation import main
 plain = Samplers.answers
 Samplers.answers = lambda self, rows: (sys.stdin.readline(), plain(self, rows))[1]

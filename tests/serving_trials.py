@@ -13,11 +13,11 @@ import httpx2
 import openai
 import pytest
 
+from caldera.commands.serve import Serving, start
 from caldera.config import compose_config
 from caldera.config.serve import ServeConfig
 from caldera.demo import smollm2
 from caldera.rollout.engines.rollout import EngineRollout
-from caldera.trainer.serving import Serving, start
 from tests.engine_trials import python_of
 
 MODEL = "smol"

@@ -18,8 +18,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from caldera.reward.sandbox import Limits, Sandbox
-from caldera.reward.sandbox.server import SandboxServer
+from caldera.sandbox import Limits, Sandbox
+from caldera.sandbox.server import SandboxServer
 
 if TYPE_CHECKING:
     from tests.conftest import Lab

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from caldera import __version__
+from caldera.commands.completion import SHELLS, CommandWords, completion_script, words_of
 from caldera.errors import nearest
-from caldera.trainer.completion import SHELLS, CommandWords, completion_script, words_of
 from caldera.trainer.entry import (
     USER_ERROR,
     leave_if_stopped,
@@ -70,17 +70,17 @@ COMMANDS = {
     ),
     "serve": Command(
         "serve a model behind OpenAI's protocol: key=value ...",
-        "caldera.trainer.main_serve:main", "caldera.trainer.main_serve:SERVE.parser",
+        "caldera.commands.serve:main", "caldera.commands.serve:SERVE.parser",
         "caldera.config.serve:ServeConfig",
     ),
     "plan": Command(
         "what a training run would do and need: key=value ...",
-        "caldera.trainer.main_plan:main", "caldera.trainer.main_plan:parser",
+        "caldera.commands.plan:main", "caldera.commands.plan:parser",
         "caldera.config:PPOTrainerConfig",
     ),
     "doctor": Command(
         "what of this machine works, and how to mend the rest",
-        "caldera.trainer.doctor.command:main", "caldera.trainer.doctor.command:parser",
+        "caldera.commands.doctor.command:main", "caldera.commands.doctor.command:parser",
     ),
     "data": Command(
         "prepare public data sets, check data files",
@@ -106,11 +106,11 @@ COMMANDS = {
     ),
     "repeat": Command(
         "what has changed since a run, and the command that repeats it",
-        "caldera.trainer.repeat:main", "caldera.trainer.repeat:parser",
+        "caldera.commands.repeat:main", "caldera.commands.repeat:parser",
     ),
     "migrate": Command(
         "read a launch script of verl's: what changes, and a short equivalent",
-        "caldera.trainer.migration.command:main", "caldera.trainer.migration.command:parser",
+        "caldera.commands.migration.command:main", "caldera.commands.migration.command:parser",
     ),
     "completion": Command(
         "print a script that completes commands, options and keys in a shell",
@@ -242,7 +242,7 @@ def report_parser() -> argparse.ArgumentParser:
 
 def report(arguments: list[str]) -> int:
     from caldera.tracking import write_report
-    from caldera.tracking.console import print_line
+    from caldera.tracking.progress import print_line
 
     parsed = report_parser().parse_args(arguments)
     out = parsed.output or parsed.run / "report.html"
@@ -286,8 +286,8 @@ def sandbox(arguments: list[str]) -> int:
     parsed = sandbox_parser().parse_args(arguments)
 
     def start() -> None:
-        from caldera.reward.sandbox import Limits
-        from caldera.reward.sandbox.server import serve
+        from caldera.sandbox import Limits
+        from caldera.sandbox.server import serve
 
         cpu_seconds = math.ceil(parsed.seconds)
         limits = Limits(parsed.seconds, cpu_seconds, parsed.memory_mb)

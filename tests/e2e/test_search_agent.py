@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from caldera.config import load_config
 from caldera.protocol import DataProto, tensors_of
-from caldera.search_agent.protocol import documents_text, observation
+from caldera.search_agent.loop import documents_text, observation
 from caldera.search_agent.retriever import BuildOptions, Index, RetrieverServer, build_index
-from caldera.tools.retrieval import Document
+from caldera.tools.search import Document
 from caldera.trainer.groups import make_groups_for
 from caldera.trainer.ppo.setup import TaskRunner, settle
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from caldera.config.profiling import GlobalTorchMemoryConfig, ProfilerConfig
-from caldera.workers.recording import Recorder, marked
+from caldera.workers.profiling import Recorder, marked
 
 pytestmark = pytest.mark.gpu
 

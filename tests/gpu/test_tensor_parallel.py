@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from caldera.config import RolloutConfig
 from caldera.errors import UnsupportedError
 from caldera.models.attention import ATTENTION
-from caldera.models.fresh import take_values
+from caldera.models.pretrained import take_values
 from caldera.rollout import NativeRollout, Request, SamplingParams
 from caldera.rollout.native.parallel.engine import TensorParallelRollout
 

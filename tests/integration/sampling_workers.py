@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from caldera.config import RolloutConfig
 from caldera.models.attention import ATTENTION
-from caldera.models.fresh import take_values
+from caldera.models.pretrained import take_values
 from caldera.rollout import Request, SamplingParams
 from caldera.rollout.native.parallel.engine import TensorParallelRollout
 from caldera.single_controller import Dispatch, Worker, register

@@ -13,7 +13,7 @@ import pytest
 from caldera.config.reward import SandboxFusionConfig
 from caldera.errors import ConfigError, RewardError
 from caldera.reward.default import default_score_function
-from caldera.reward.sandbox import client
+from caldera.sandbox import fusion
 
 SQUARE = "Here it is:\n```python\ndef square(x):\n    return {body}\n```"
 READS = "```python\nprint(int(input()) ** {power})\n```"
@@ -98,7 +98,7 @@ def test_programs_have_the_memory_that_the_config_says(
 
 
 def test_a_server_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(fusion, "FIRST_PAUSE_SECONDS", 0.001)
     score = default_score_function(SandboxFusionConfig(url="http://127.0.0.1:9"))
     with pytest.raises(RewardError, match=r"^no answer from http://127\.0\.0\.1:9/run_code: "):
         score("apps", MEMORY, json.dumps(HUNDREDS))

@@ -22,7 +22,7 @@ from caldera.config import FSDPConfig, OptimizerConfig, load_config, resolve_for
 from caldera.core_algos import LossScale
 from caldera.demo.arithmetic import build_model, build_tokenizer
 from caldera.engine import ForwardPlan, LocalEngine, Outputs
-from caldera.engine import ranks as ranks_module
+from caldera.engine import layout as ranks_module
 from caldera.errors import ConfigError
 from caldera.protocol import DataProto
 from caldera.protocol.balance import micro_batches_by_tokens

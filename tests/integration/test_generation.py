@@ -16,14 +16,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from caldera.commands.generation.run import Parts, generate
 from caldera.config import compose_config
 from caldera.config.generation_checks import check_generation
 from caldera.config.offline import GenerationConfig
 from caldera.errors import ConfigError, DataError, RolloutError
-from caldera.rollout import server_client
+from caldera.rollout import remote
 from caldera.trainer.bundle import read_bundle
-from caldera.trainer.generation.parts import Parts
-from caldera.trainer.generation.run import generate
 from tests.generation_trials import killed_run, responses
 
 ROWS, SAMPLES = 25, 3
@@ -276,8 +275,8 @@ class ChatServer:
 
 @pytest.fixture
 def chat(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
-    monkeypatch.setattr(server_client, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(server_client, "ATTEMPTS", 4)
+    monkeypatch.setattr(remote, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(remote, "ATTEMPTS", 4)
     server = ChatServer()
     yield server
     server.close()

@@ -11,7 +11,7 @@ import pytest
 from caldera.data.prepare.humaneval import humaneval_row
 from caldera.data.prepare.mbpp import mbpp_row
 from caldera.data.prepare.preparer import HubTable, Source
-from caldera.reward.sandbox import Limits, Sandbox
+from caldera.sandbox import Limits, Sandbox
 
 CODE = Path(__file__).parents[1] / "data/code"
 LIMITS = Limits(wall_seconds=20.0, memory_mb=128, output_bytes=2**18)

@@ -19,8 +19,7 @@ from caldera.demo.arithmetic import build_model, build_tokenizer
 from caldera.protocol import tensors_of
 from caldera.rollout import NativeRollout, SamplingParams
 from caldera.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse
-from caldera.tools.formats import Hermes
-from caldera.tools.parsing import FunctionCall
+from caldera.tools.formats import FunctionCall, Hermes
 from caldera.tools.running import ToolRunner, ToolState
 
 COUNT, TURNS, TOKENS = 2048, 3, 4

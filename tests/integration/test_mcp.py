@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from caldera.errors import ConfigError
+from caldera.tools.formats import FunctionCall
 from caldera.tools.loading import load_tools
-from caldera.tools.parsing import FunctionCall
 from caldera.tools.running import ToolOutcome, ToolRunner, ToolState
 from tests.generation_trials import free_port
 

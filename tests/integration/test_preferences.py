@@ -18,9 +18,8 @@ from caldera.single_controller import (
     LocalWorkerGroup,
     ResourcePool,
 )
-from caldera.workers.objective import Objective
 from caldera.workers.preference import DIRECT, REWARD_MODEL, pair_batch
-from caldera.workers.supervised import SupervisedWorker
+from caldera.workers.supervised import Objective, SupervisedWorker
 
 if TYPE_CHECKING:
     from tests.conftest import Lab
@@ -121,7 +120,7 @@ def test_a_checkpoint_of_two_ranks_is_a_reward_model(lab: Lab, tmp_path: Path) -
     """What was trained in shards is merged, and scores as PPO's reward model."""
     from transformers import AutoModelForSequenceClassification
 
-    from caldera.trainer.merge import MergeOptions, merge
+    from caldera.commands.merge import MergeOptions, merge
 
     config_name, objective = OBJECTIVES["rm"]
     config = load_supervised_config(

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from caldera.reward.sandbox import Limits, Sandbox, client
-from caldera.reward.sandbox.for_tools import SandboxPrograms
-from caldera.reward.sandbox.server import SandboxServer
+from caldera.sandbox import Limits, Sandbox, fusion
+from caldera.sandbox.server import SandboxServer
 from caldera.tools.base import BaseTool
+from caldera.tools.formats import FunctionCall
 from caldera.tools.loading import load_tools
-from caldera.tools.parsing import FunctionCall
 from caldera.tools.running import ToolOutcome, ToolRunner, ToolState
 
 CASES = {
@@ -35,7 +34,7 @@ def tools(folder: Path, *entries: tuple[str, dict[str, object]]) -> list[BaseToo
             }
         )
     )
-    return load_tools(str(folder / "tools.yaml"), programs=SandboxPrograms())
+    return load_tools(str(folder / "tools.yaml"))
 
 
 def check(tool: BaseTool) -> None:
@@ -87,7 +86,7 @@ def test_a_program_that_forks_without_end_is_an_outcome(tmp_path: Path) -> None:
 def test_a_server_that_is_down_is_told_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(fusion, "FIRST_PAUSE_SECONDS", 0.001)
     (tool,) = tools(
         tmp_path, ("SandboxFusionTool", {"sandbox_fusion_url": "http://127.0.0.1:9/run_code"})
     )

@@ -27,7 +27,7 @@ from caldera.search_agent.retriever import (
     RetrieverServer,
     build_index,
 )
-from caldera.tools.retrieval import Document, RetrieverClient
+from caldera.tools.search import Document, RetrieverClient
 
 pytest.importorskip("bm25s")
 

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from caldera.commands.repeat import command_of, differences
 from caldera.trainer.bundle import read_bundle
-from caldera.trainer.repeat import command_of, differences
 
 if TYPE_CHECKING:
     from tests.conftest import Lab

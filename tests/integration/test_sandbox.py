@@ -24,9 +24,9 @@ from pathlib import Path
 import pytest
 
 from caldera.errors import ConfigError, DataError, RewardError, UnsupportedError
-from caldera.reward.sandbox import Limits, Outcome, Sandbox, SandboxFusionClient
-from caldera.reward.sandbox.isolation import Method, find_interpreter, slot_user
-from caldera.reward.sandbox.server import SandboxServer
+from caldera.sandbox import Limits, Outcome, Sandbox, SandboxFusionClient
+from caldera.sandbox.isolation import Method, find_interpreter, slot_user
+from caldera.sandbox.server import SandboxServer
 
 REPOSITORY = Path(__file__).parents[2]
 HOSTILE = sorted((REPOSITORY / "tests/data/hostile").glob("*.py"))
@@ -74,7 +74,7 @@ def is_running(pid: int) -> bool:
 def patience() -> Iterator[None]:
     """A slot that a busy machine keeps waiting is not taken for dead; and no proxy is asked."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("caldera.reward.sandbox.exchange.SECONDS_TO_END", 60.0)
+        patch.setattr("caldera.sandbox.slot.SECONDS_TO_END", 60.0)
         patch.setenv("no_proxy", "127.0.0.1")
         yield
 
@@ -386,7 +386,7 @@ def test_bad_requests_are_refused(
 
 
 def test_a_client_without_a_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("caldera.reward.sandbox.client.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("caldera.sandbox.fusion.FIRST_PAUSE_SECONDS", 0.01)
     with pytest.raises(RewardError, match=r"no answer from http://127\.0\.0\.1:9/run_code"):
         SandboxFusionClient("http://127.0.0.1:9", attempts=2).run("print(1)")
     with pytest.raises(ConfigError, match="not the address"):
@@ -425,7 +425,7 @@ def test_an_ordinary_user_has_it_too(method: Method) -> None:
     need_tool_of(method)
     program = (
         "import sys\n"
-        "from caldera.reward.sandbox import Sandbox\n"
+        "from caldera.sandbox import Sandbox\n"
         "with Sandbox(slots=1, isolation=sys.argv[1]) as sandbox:\n"
         "    print(sandbox.run('print(6 * 7)').stdout, end='')\n"
         "    print(sandbox.run('open(\"/etc/passwd\")').status)\n"

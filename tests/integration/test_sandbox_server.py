@@ -17,8 +17,8 @@ from caldera.config.reward import SandboxFusionConfig
 from caldera.errors import RewardError
 from caldera.reward import default
 from caldera.reward.default import default_score_function
-from caldera.reward.sandbox import Limits, Sandbox, SandboxFusionClient, client, fusion, server
-from caldera.reward.sandbox.server import SandboxServer
+from caldera.sandbox import Limits, Sandbox, SandboxFusionClient, fusion, server
+from caldera.sandbox.server import SandboxServer
 
 LIMITS = Limits(wall_seconds=60.0, cpu_seconds=60, memory_mb=256)
 PATIENCE = 60.0  # seconds, of a test that would otherwise wait forever
@@ -100,7 +100,7 @@ def test_a_server_that_only_runs_programs_is_warned_of_once(
 ) -> None:
     monkeypatch.delitem(fusion.ANSWERS, "/check")
     default._client.cache_clear()
-    with caplog.at_level(logging.WARNING, client.__name__):
+    with caplog.at_level(logging.WARNING, fusion.__name__):
         assert score(served.url, RIGHT) == 1.0
         assert score(served.url, "def square(x):\n    return 9\n") == 0.5
     default._client.cache_clear()
@@ -131,7 +131,7 @@ def test_time_in_the_queue_is_neither_the_programs_nor_the_clients(
     served: SandboxServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "SECONDS_BETWEEN_SIGNS", 0.1)
-    monkeypatch.setattr(client, "SECONDS_IN_QUEUE", 1.0)
+    monkeypatch.setattr(fusion, "SECONDS_IN_QUEUE", 1.0)
     asked = SandboxFusionClient(served.url, LIMITS, max_concurrent=64, attempts=1)
     short = replace(LIMITS, wall_seconds=0.15)
     queued = replace(LIMITS, wall_seconds=2.0)  # less than the time until its turn

@@ -24,11 +24,11 @@ import pytest
 from reward_models import save_judge
 
 from caldera.cli import main
+from caldera.commands.generation.run import generate
 from caldera.config import compose_config
 from caldera.config.offline import GenerationConfig
 from caldera.config.serve import ServeConfig
 from caldera.demo import smollm2
-from caldera.trainer.generation.run import generate
 
 MESSAGES: Any = [{"role": "user", "content": "What is the sum?"}]
 CROWD = 256
@@ -300,7 +300,7 @@ def test_mistakes_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 )
 def test_a_real_model_in_a_session() -> None:
     """What it says is read again in its own tokens, though its text would give others."""
-    from caldera.trainer.serving import start
+    from caldera.commands.serve import start
 
     overrides = [f"model.path={smollm2.materialise()}", "server.port=0", "server.device=cpu"]
     config = compose_config(overrides, "serve", None, ServeConfig)

@@ -14,8 +14,7 @@ from caldera.trainer.ppo.advantage import compute_advantage
 from caldera.trainer.ppo.trainer import PPOTrainer
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
 from caldera.workers.losses import _distance, policy_loss, value_loss
-from caldera.workers.plans import log_prob_plan, update_plan
-from caldera.workers.updates import train_epochs
+from caldera.workers.phases import log_prob_plan, train_epochs, update_plan
 
 MOST_LINES = 300
 

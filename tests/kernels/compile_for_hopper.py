@@ -18,7 +18,7 @@ from caldera.rollout.native.cuda import (
     chained,
     chained_kernels,
     divisions,
-    mail,
+    graphs,
     step_kernels,
 )
 
@@ -121,7 +121,7 @@ def compile_tiles() -> None:
 def compile_the_rest() -> None:
     widths = {"WIDTH": 896, "WIDTH_PADDED": 1024}
     types = {"scale": HALF}
-    letters = {"PAGE": 16, "FIELDS": mail.FIELDS, "INPUTS": mail.INPUTS}
+    letters = {"PAGE": 16, "FIELDS": graphs.FIELDS, "INPUTS": graphs.INPUTS}
     for width in (1024, 8192):
         constants = {**letters, "WIDTH": width - 128, "WIDTH_PADDED": width}
         warps = chained.begin_warps(width)
@@ -141,7 +141,7 @@ def compile_the_rest() -> None:
     compile_kernel(attention_kernels._combine_kernel, constants, {"weight": "*fp32"}, num_warps=1)
     for raw, with_letters in ((False, True), (True, True), (True, False)):
         constants = {
-            "TILE": step_kernels.TILE, "RAW": raw, "LETTERS": mail.LETTERS, "CHAINED": with_letters
+            "TILE": step_kernels.TILE, "RAW": raw, "LETTERS": graphs.LETTERS, "CHAINED": with_letters
         }  # fmt: skip
         constants |= {} if with_letters else {"next_letter": None}
         types = {"logits": HALF, "found": "*fp32", "out": "*i32"}

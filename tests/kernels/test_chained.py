@@ -20,7 +20,7 @@ from caldera.rollout.native.cache import CacheShape, KVCache
 from caldera.rollout.native.cuda import chained
 from caldera.rollout.native.cuda.chained import chained_steps
 from caldera.rollout.native.cuda.graphs import DeviceState
-from caldera.rollout.native.cuda.twin import Twin
+from caldera.rollout.native.cuda.runner import Twin
 from caldera.rollout.native.steps import Prefill
 
 CPU = torch.device("cpu")

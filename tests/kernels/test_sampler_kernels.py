@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from caldera.rollout.native.cuda.attention_kernels import Pages, attend_pages
-from caldera.rollout.native.cuda.mail import LETTERS, UNANSWERED, Mail
+from caldera.rollout.native.cuda.graphs import LETTERS, UNANSWERED, Mail
 from caldera.rollout.native.cuda.step_kernels import begin_step, choose
 from caldera.rollout.native.sampler import _draw, draws
 

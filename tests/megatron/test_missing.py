@@ -16,7 +16,7 @@ from caldera.config import FSDPConfig
 from caldera.engine import ENGINES, EngineOptions
 from caldera.errors import ConfigError
 from caldera.installation import install_command
-from caldera.models.fresh import WeightSource
+from caldera.models.pretrained import WeightSource
 
 
 def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

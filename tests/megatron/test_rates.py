@@ -10,7 +10,7 @@ import pytest
 
 from caldera.config import OptimizerConfig
 from caldera.config.optim import LR_DECAY_STYLES, LR_WSD_DECAY_STYLES
-from caldera.engine.decay import learning_rate
+from caldera.engine.optim import learning_rate
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron

@@ -10,8 +10,8 @@ import pytest
 
 from caldera.config.loader import SCHEMAS, load_supervised_config
 from caldera.trainer.sft.setup import run
-from caldera.workers.objective import FINE_TUNING, Objective
 from caldera.workers.preference import DIRECT
+from caldera.workers.supervised import FINE_TUNING, Objective
 
 if TYPE_CHECKING:
     from tests.conftest import Lessons

@@ -21,7 +21,7 @@ from caldera.config.megatron import MegatronConfig
 from caldera.core_algos import LossScale
 from caldera.engine import ENGINES, Engine, EngineOptions, ForwardPlan, LocalEngine, Outputs
 from caldera.models.attention import ATTENTION
-from caldera.models.fresh import WeightSource, take_values
+from caldera.models.pretrained import WeightSource, take_values
 from caldera.protocol import DataProto
 
 HOST = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 
 from caldera.config import SFTTrainerConfig, load_supervised_config
 from caldera.trainer.sft.setup import run
-from caldera.workers.objective import FINE_TUNING
+from caldera.workers.supervised import FINE_TUNING
 
 if TYPE_CHECKING:
     from tests.conftest import Lessons

@@ -14,9 +14,9 @@ from caldera.errors import RolloutError
 from caldera.models.attention import ATTENTION
 from caldera.models.forward import without_adapter
 from caldera.rollout import ROLLOUTS, Completion, Request, SamplingParams
-from caldera.rollout.engines.probe import probe_module
 from caldera.rollout.engines.rollout import EngineRollout
 from caldera.rollout.engines.weights import ModuleWeights
+from caldera.rollout.weights import probe_module
 from tests.engine_trials import (
     CPU,
     LENGTHS,

@@ -20,10 +20,9 @@ from fsspec.registry import known_implementations
 from caldera.data import hf_tokenizer, load_object, read_rows
 from caldera.errors import ConfigError, DataError
 from caldera.storage import below_url, cache_folder, fetching, local_path, shown_url
-from caldera.storage.fetching import fetch
+from caldera.storage.fetching import Transfer, fetch, retried
 from caldera.storage.http import _children
 from caldera.storage.store import Store
-from caldera.storage.transfer import Transfer, retried
 
 KEY = "data.train_files"
 
@@ -370,7 +369,7 @@ def test_an_unknown_protocol() -> None:
 
 def test_the_line_of_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("caldera.storage.transfer.time.monotonic", lambda: now)
+    monkeypatch.setattr("caldera.storage.fetching.time.monotonic", lambda: now)
     transfer = Transfer("fetching s3://b/model", 10_000_000_000)
     assert transfer.line() == "fetching s3://b/model: 0 B"
     now = 160.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from caldera.storage.disk import full_disk
+from caldera.storage.locks import full_disk
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 

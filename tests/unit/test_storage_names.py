@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from caldera.errors import ConfigError
 from caldera.storage import fetching
 from caldera.storage.fetching import fetch
-from caldera.storage.names import check_name, check_names
+from caldera.storage.paths import check_name, check_names
 from caldera.storage.store import Store
 
 KEY = "actor_rollout_ref.model.path"

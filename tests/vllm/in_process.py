@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from caldera.config import RolloutConfig
 from caldera.models.attention import ATTENTION
 from caldera.rollout import ROLLOUTS, Completion, Request, SamplingParams
-from caldera.rollout.engines.probe import probe_module
 from caldera.rollout.engines.rollout import EngineRollout
 from caldera.rollout.engines.weights import ModuleWeights
+from caldera.rollout.weights import probe_module
 
 CPU = torch.device("cpu")
 LENGTHS: dict[str, Any] = {"prompt_length": 16, "response_length": 32, "dtype": "float32"}

@@ -16,12 +16,20 @@ from caldera.agent_loop.base import (
     Equipment,
     MakeLoop,
     RunConfig,
+    find_loop,
+    read_loops,
 )
-from caldera.agent_loop.loading import find_loop, read_loops
-from caldera.agent_loop.output import TrajectoryFacts, batch_of, facts_of, fitted
+from caldera.agent_loop.black_box import BatchServer
+from caldera.agent_loop.output import (
+    GENERATE,
+    TOOL,
+    Timeline,
+    TrajectoryFacts,
+    batch_of,
+    facts_of,
+    fitted,
+)
 from caldera.agent_loop.sampling import TrajectorySampler
-from caldera.agent_loop.sessions import BatchServer
-from caldera.agent_loop.timeline import GENERATE, TOOL, Timeline
 from caldera.errors import ConfigError, RolloutError
 from caldera.protocol import DataProto
 from caldera.rollout import AsyncSampler, Completion, Rollout, SamplingParams

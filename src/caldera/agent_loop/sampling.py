@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from caldera.agent_loop.base import TokenOutput
-from caldera.agent_loop.sessions import BatchServer, Session
-from caldera.agent_loop.timeline import DETAIL, GENERATE, Timeline
+from caldera.agent_loop.base import AgentLoopBase, AgentLoopOutput, TokenOutput, register
+from caldera.agent_loop.black_box import BatchServer, Session
+from caldera.agent_loop.output import DETAIL, GENERATE, Timeline
+from caldera.data.collate import truncate
 from caldera.errors import RolloutError, UnsupportedError
 from caldera.rollout import AsyncSampler, Request, SamplingParams
 from caldera.seeds import derive_seed
-
-__all__ = ["TrajectorySampler"]
 
 NAMES = tuple(field.name for field in fields(SamplingParams))
 OTHER_NAMES = {"max_new_tokens": "max_tokens"}
@@ -111,3 +110,24 @@ class TrajectorySampler:
 
 def _texts(value: str | Sequence[str] | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+# ---- The loop of one turn: the policy answers, and that is all
+
+
+@register("single_turn_agent")
+class SingleTurnAgentLoop(AgentLoopBase):
+    """One answer to the prompt."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        data = self.config.data
+        prompt_ids = await self.apply_chat_template(list(row["raw_prompt"]))
+        prompt_ids = truncate(prompt_ids, data.max_prompt_length, data.truncation)
+        answer = await self.server_manager.generate(uuid.uuid4().hex, prompt_ids, sampling_params)
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=answer.token_ids,
+            response_mask=[1] * len(answer.token_ids),
+            response_logprobs=answer.log_probs,
+            num_turns=2,
+        )

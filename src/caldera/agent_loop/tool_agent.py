@@ -10,12 +10,12 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from caldera.agent_loop.base import AgentLoopBase, AgentLoopOutput, register
-from caldera.agent_loop.timeline import DETAIL, TOOL, USER
+from caldera.agent_loop.output import DETAIL, TOOL, USER
 from caldera.data.chat import Message
-from caldera.data.padding import truncate
+from caldera.data.collate import truncate
 from caldera.errors import DataError
 from caldera.interactions.conversation import Conversation
-from caldera.tools.parsing import FunctionCall
+from caldera.tools.formats import FunctionCall
 from caldera.tools.running import ToolOutcome, ToolState
 from caldera.tools.texts import encodable
 

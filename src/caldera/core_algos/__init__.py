@@ -35,10 +35,6 @@ from caldera.core_algos.aggregation import (
     LossScale,
     agg_loss,
 )
-from caldera.core_algos.entropy import (
-    entropy_from_logits,
-    entropy_from_logits_with_chunking,
-)
 from caldera.core_algos.kl import (
     KL_PENALTIES,
     AdaptiveKLController,
@@ -49,6 +45,8 @@ from caldera.core_algos.kl import (
     kl_penalty,
 )
 from caldera.core_algos.masked import (
+    entropy_from_logits,
+    entropy_from_logits_with_chunking,
     masked_mean,
     masked_sum,
     masked_var,

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from caldera.data.chat import chat_messages, render_chat, tokenize_chat
-from caldera.data.collate import Batch, collate_fn, object_array
+from caldera.data.chat import chat_messages, hf_tokenizer, render_chat, tokenize_chat
+from caldera.data.collate import (
+    Batch,
+    collate_fn,
+    compute_position_ids,
+    left_pad,
+    object_array,
+    right_pad,
+    truncate,
+)
 from caldera.data.create import (
     create_preference_dataset,
     create_rl_dataset,
@@ -20,12 +28,10 @@ from caldera.data.loader import (
 )
 from caldera.data.multiturn_sft_dataset import MultiTurnSFTDataset
 from caldera.data.own_functions import chosen_class, registered_or_own
-from caldera.data.padding import compute_position_ids, left_pad, right_pad, truncate
 from caldera.data.preference_dataset import PreferenceDataset
 from caldera.data.rl_dataset import RLHFDataset
 from caldera.data.sampler import AbstractCurriculumSampler, AbstractSampler, create_sampler
 from caldera.data.sft_dataset import SFTDataset, engine_rows, token_batch
-from caldera.data.tokenizer import hf_tokenizer
 
 __all__ = [
     "AbstractCurriculumSampler",

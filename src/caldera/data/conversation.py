@@ -12,11 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from caldera.data.chat import Message, render_chat, tokenize_text
+import jinja2
+
+from caldera.data.chat import Message, hf_tokenizer, render_chat, tokenize_text
 from caldera.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from caldera.config.reward import RewardModelModelConfig
+
 
 MARK = "caldera:the-assistant-speaks-here"
 ASSISTANT = "assistant"
@@ -152,3 +157,46 @@ class ConversationTokenizer:
             ids += own
             trained += [is_trained] * len(own)
         return TokenRow(ids, trained)
+
+
+# ---- Conversations that end with an answer, in the words of a reward model's own chat template
+
+PATH_KEY = "reward_model.model.path"
+
+
+def reward_model_tokenizer(config: RewardModelModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer in the reward model's own folder."""
+    return hf_tokenizer(config.path or "", trust_remote_code=config.trust_remote_code, key=PATH_KEY)
+
+
+def require_own_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise unless the reward model's tokenizer can render conversations."""
+    if tokenizer.chat_template is None:
+        raise DataError(f"{PATH_KEY}={tokenizer.name_or_path!r}: no chat template")
+
+
+def conversation_text(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], answer: str
+) -> str:
+    """The chat with the assistant's answer as its last message."""
+    conversation = [*messages, {"role": "assistant", "content": answer}]
+    try:
+        text = tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=False
+        )
+    except (jinja2.TemplateError, TypeError) as error:
+        raise DataError(
+            f"the reward model's chat template failed on a conversation: {error}"
+        ) from error
+    assert isinstance(text, str)
+    return text
+
+
+def conversation_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    answer: str,
+    max_length: int | None,
+) -> list[int]:
+    """The tokens of that text; those beyond `max_length` are dropped."""
+    return tokenize_text(tokenizer, conversation_text(tokenizer, messages, answer))[:max_length]

@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from caldera.data.collate import Batch, collate_fn, object_array
-from caldera.data.order import seeded_permutation
 from caldera.data.sampler import (
     AbstractCurriculumSampler,
     AbstractSampler,
@@ -22,6 +22,21 @@ from caldera.errors import CalderaError, CheckpointError, DataError
 if TYPE_CHECKING:
     from caldera.config import DataConfig
     from caldera.protocol import DataProto
+
+
+# ---- Random orders that are pure functions of their seeds
+
+
+def seeded_permutation(count: int, *seeds: int) -> list[int]:
+    """A random order of range(count), the same for the same seeds.
+
+    It sorts raw draws, whose stream NumPy promises to keep; the stream of
+    `Generator.permutation` may change between releases, and a resumed run would go astray.
+    """
+    bits = np.random.PCG64(np.random.SeedSequence([seed % 2**64 for seed in seeds]))
+    order: list[int] = np.argsort(bits.random_raw(count), kind="stable").tolist()
+    return order
+
 
 Collate = Callable[[Sequence[dict[str, Any]]], Batch]
 

@@ -16,11 +16,10 @@ from caldera.data.chat import (
     require_chat_template,
     tokenize_text,
 )
-from caldera.data.files import Row, RowTable, read_rows
+from caldera.data.collate import compute_position_ids, left_pad, truncate
+from caldera.data.files import Row, Rows, RowTable, read_rows
 from caldera.data.length_filter import fitting_prompts
-from caldera.data.order import seeded_permutation
-from caldera.data.padding import compute_position_ids, left_pad, truncate
-from caldera.data.rows import Rows
+from caldera.data.loader import seeded_permutation
 from caldera.errors import DataError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ from caldera.data.chat import (
     require_end_token,
     tokenize_text,
 )
-from caldera.data.collate import Batch
+from caldera.data.collate import Batch, compute_position_ids, right_pad, truncate
 from caldera.data.conversation import TokenRow
 from caldera.data.files import Row, RowTable, read_rows
-from caldera.data.padding import compute_position_ids, right_pad, truncate
 from caldera.errors import DataError
 
 if TYPE_CHECKING:

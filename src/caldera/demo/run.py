@@ -17,7 +17,7 @@ from caldera.demo.warm_start import warm_start
 from caldera.errors import ConfigError
 from caldera.storage.locks import LOCK, empty_locked, locked_folder
 from caldera.tracking import TrainingProgress, write_report
-from caldera.tracking.console import print_line
+from caldera.tracking.progress import print_line
 from caldera.trainer.main_ppo import run_ppo
 
 SEED = 1

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from caldera.config import CheckpointConfig, FSDPConfig, OptimizerConfig
 from caldera.config.megatron import MegatronConfig
 from caldera.core_algos import LossScale
-from caldera.engine.packing import PackedRows
+from caldera.engine.packed_model import PackedRows
 from caldera.models.flops import Arithmetic
-from caldera.models.fresh import WeightSource
+from caldera.models.pretrained import WeightSource
 from caldera.protocol import DataProto
 from caldera.registry import Registry
 

@@ -17,13 +17,13 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from caldera.engine.base import ENGINES, EngineOptions
-from caldera.engine.building import prepare_module
-from caldera.engine.layout import strip
-from caldera.engine.meshes import Meshes, make_meshes
+from caldera.engine.layout import prepare_module, strip
 from caldera.engine.packed_model import PREFIX, PackedModel
 from caldera.engine.sharded import (
+    Meshes,
     ShardedLayout,
     compute_dtype,
+    make_meshes,
     precise_head,
     units,
 )
@@ -31,7 +31,7 @@ from caldera.engine.training import TrainingEngine
 from caldera.errors import ConfigError
 from caldera.models.flops import Arithmetic
 from caldera.models.forward import base_module, decoder_layers
-from caldera.models.fresh import WeightSource
+from caldera.models.pretrained import WeightSource
 from caldera.models.support import rope_kind
 
 

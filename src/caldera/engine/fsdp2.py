@@ -18,20 +18,20 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from caldera.engine.base import ENGINES, EngineOptions
-from caldera.engine.building import prepare_module
-from caldera.engine.layout import strip
-from caldera.engine.meshes import Meshes, make_meshes
+from caldera.engine.layout import prepare_module, strip
 from caldera.engine.packed_model import PREFIX, PackedModel
 from caldera.engine.sharded import (
+    Meshes,
     ShardedLayout,
     compute_dtype,
+    make_meshes,
     precise_head,
     units,
 )
 from caldera.engine.tensor_parallel import Cut, cut_matrices
 from caldera.engine.training import TrainingEngine
 from caldera.models.flops import Arithmetic
-from caldera.models.fresh import WeightSource
+from caldera.models.pretrained import WeightSource
 from caldera.models.support import rope_kind
 
 HOST = torch.device("cpu")

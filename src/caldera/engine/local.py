@@ -8,16 +8,14 @@ from torch import Tensor, nn
 from caldera.config import FSDPConfig, OptimizerConfig
 from caldera.core_algos import LossScale
 from caldera.engine.base import ENGINES, EngineOptions
-from caldera.engine.building import prepare_module
-from caldera.engine.layout import Layout
+from caldera.engine.layout import Layout, Ranks, prepare_module
 from caldera.engine.packed_model import PackedModel
-from caldera.engine.ranks import Ranks
 from caldera.engine.training import TrainingEngine
 from caldera.errors import ConfigError
 from caldera.models.flops import Arithmetic
-from caldera.models.fresh import WeightSource
+from caldera.models.forward import move
 from caldera.models.loading import DTYPES
-from caldera.models.transfer import move
+from caldera.models.pretrained import WeightSource
 
 
 class LocalLayout(Layout):

@@ -21,12 +21,11 @@ from caldera.engine.base import (
 )
 from caldera.engine.layout import Layout
 from caldera.engine.optim import build_optimizer, build_schedule, step_if_finite
-from caldera.engine.packing import PackedRows, pack_ends, pack_rows
+from caldera.engine.packed_model import PackedRows, pack_ends, pack_rows
 from caldera.engine.saving import Checkpoint
 from caldera.models.flops import Arithmetic
-from caldera.models.forward import without_adapter
+from caldera.models.forward import move, send, send_rows, without_adapter
 from caldera.models.loading import exported_weights
-from caldera.models.transfer import move, send, send_rows
 from caldera.protocol import DataProto, tensors_of
 from caldera.protocol.balance import micro_batches_by_count, micro_batches_by_tokens
 

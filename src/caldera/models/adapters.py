@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from caldera.config import ModelConfig
 from caldera.errors import ConfigError
 from caldera.installation import install_command
-from caldera.models.files import WeightFiles
-from caldera.models.fresh import Reader, initialised, parameters_on_meta, seeded
+from caldera.models.loading import WeightFiles
+from caldera.models.pretrained import Reader, initialised, parameters_on_meta, seeded
 from caldera.seeds import derive_seed
 from caldera.storage import local_path
 

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from caldera.errors import UnsupportedError
 from caldera.models.exact_mode import in_exactness
-from caldera.models.transfer import send
+from caldera.models.forward import send
 
 ATTENTION = "caldera"
 """The `attn_implementation` under which models are loaded."""

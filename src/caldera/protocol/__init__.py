@@ -7,7 +7,6 @@ tensor and array is the row.
 
 from __future__ import annotations
 
-from caldera.protocol.batch_data import BatchData
 from caldera.protocol.dataproto import DataProto
 from caldera.protocol.functions import (
     all_gather_data_proto,
@@ -18,7 +17,7 @@ from caldera.protocol.functions import (
     unfold_batch_dim,
     unpad_dataproto,
 )
-from caldera.protocol.future import DataProtoFuture
+from caldera.protocol.future import BatchData, DataProtoFuture
 from caldera.protocol.merging import (
     list_of_dict_to_dict_of_list,
     union_numpy_dict,
@@ -26,12 +25,12 @@ from caldera.protocol.merging import (
 )
 from caldera.protocol.rows import DataProtoItem
 from caldera.protocol.serialization import (
+    DataProtoConfig,
     deserialize_single_tensor,
     deserialize_tensordict,
     serialize_single_tensor,
     serialize_tensordict,
 )
-from caldera.protocol.settings import DataProtoConfig
 
 __all__ = [
     "BatchData",

@@ -6,7 +6,7 @@ import copy
 import os
 import pickle
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from caldera.errors import ProtocolError
-from caldera.protocol import merging, summary
+from caldera.protocol import merging
 from caldera.protocol.inputs import (
     Column,
     Keys,
@@ -29,8 +29,12 @@ from caldera.protocol.inputs import (
     without,
 )
 from caldera.protocol.rows import RowTable
-from caldera.protocol.serialization import SerializedBatch, deserialize_batch, serialize_batch
-from caldera.protocol.settings import DataProtoConfig
+from caldera.protocol.serialization import (
+    DataProtoConfig,
+    SerializedBatch,
+    deserialize_batch,
+    serialize_batch,
+)
 
 _State: TypeAlias = tuple[SerializedBatch | None, dict[str, Column], dict[str, Any]]
 
@@ -288,11 +292,11 @@ class DataProto(RowTable):
 
     def print_size(self, prefix: str = "") -> None:
         """Write the memory of both row parts to standard output."""
-        sys.stdout.write(summary.size_line(self, prefix) + "\n")
+        sys.stdout.write(size_line(self, prefix) + "\n")
 
     def get_data_info(self) -> str:
         """Keys, shapes, dtypes and devices, one line a key."""
-        return summary.data_info(self)
+        return data_info(self)
 
 
 def _cut_dim_1(key: str, value: Any, n_split: int) -> Any:
@@ -304,3 +308,52 @@ def _cut_dim_1(key: str, value: Any, n_split: int) -> Any:
         )
     rows, columns, *rest = value.shape
     return value.reshape(rows * n_split, columns // n_split, *rest)
+
+
+# ---- What a person reads about a DataProto
+
+
+def data_info(data: DataProto) -> str:
+    """One line for each key: shape, dtype and device, or type."""
+    return "\n".join(_info_lines(data))
+
+
+def size_line(data: DataProto, prefix: str) -> str:
+    """The memory of the two row parts in one line."""
+    tensors = [] if data.batch is None else list(data.batch.values(True, True))
+    tensor_bytes = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+    line = (
+        f"batch: {_human(tensor_bytes)}, "
+        f"non_tensor_batch: {_human(_numpy_bytes(data.non_tensor_batch))}"
+    )
+    return f"{prefix} {line}" if prefix else line
+
+
+def _info_lines(data: DataProto) -> Iterator[str]:
+    yield f"DataProto with {len(data)} rows"
+    yield "batch:"
+    for key, tensor in entries(data.batch).items():
+        kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        yield f"  {key}: {tuple(tensor.shape)} {kind} on {tensor.device}"
+    yield "non_tensor_batch:"
+    for key, column in data.non_tensor_batch.items():
+        yield f"  {key}: {column.shape} {column.dtype}"
+    yield "meta_info:"
+    for key, value in data.meta_info.items():
+        yield f"  {key}: {type(value).__name__}"
+
+
+def _numpy_bytes(columns: Mapping[str, Column]) -> int:
+    # An object array's own nbytes counts pointers; what it takes to send it says more.
+    return sum(
+        len(pickle.dumps(column)) if column.dtype == object else column.nbytes
+        for column in columns.values()
+    )
+
+
+def _human(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"

@@ -16,8 +16,12 @@ from torch.utils.data import DataLoader
 
 from caldera.errors import ProtocolError
 from caldera.protocol.inputs import Column, RowIndices, entries, repeat_counts, row_numbers
-from caldera.protocol.serialization import SerializedBatch, deserialize_batch, serialize_batch
-from caldera.protocol.settings import DataProtoConfig
+from caldera.protocol.serialization import (
+    DataProtoConfig,
+    SerializedBatch,
+    deserialize_batch,
+    serialize_batch,
+)
 
 OWN_LOADER_OPTIONS = (
     "dataset", "batch_size", "batch_sampler", "collate_fn", "generator", "pin_memory",

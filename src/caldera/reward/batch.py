@@ -10,7 +10,7 @@ import torch
 
 from caldera.errors import RewardError
 from caldera.protocol import DataProto
-from caldera.reward.exits import no_exit
+from caldera.reward.explaining import no_exit
 from caldera.reward.manager import REWARD_MANAGERS, NaiveRewardManager, RewardResult
 from caldera.reward.samples import Outcome, Pending, failure
 from caldera.reward.scoring import attempt

@@ -11,7 +11,7 @@ from typing import Any
 from caldera.config.reward import CustomRewardFunctionConfig
 from caldera.data.importing import load_object
 from caldera.errors import ConfigError
-from caldera.reward.exits import guard_exit
+from caldera.reward.explaining import guard_exit
 
 __all__ = ["CustomScore", "ScoreFunction", "get_custom_reward_fn", "named_arguments"]
 

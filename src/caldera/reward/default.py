@@ -12,9 +12,9 @@ from typing import Any
 from caldera.config.reward import SandboxFusionConfig
 from caldera.errors import ConfigError
 from caldera.reward.custom import ScoreFunction
-from caldera.reward.sandbox import Limits, Sandbox, SandboxFusionClient
 from caldera.reward_score import Score, default_compute_score
 from caldera.reward_score.code_tests import Program, ProgramResult
+from caldera.sandbox import Limits, Sandbox, SandboxFusionClient
 
 __all__ = ["default_score_function", "score_by_data_source", "scores_by_source"]
 

@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from caldera.data.own_code import own_frames
-from caldera.reward.exits import no_exit
 
-__all__ = ["explain", "first_line", "in_words", "shown", "writable"]
+# ---- A score function in a thread shares its process with the run, and may not end it
+
+
+class _Guarded(threading.local):
+    process: int | None = None
+    """The process whose score function runs in this thread. A fork of it may end."""
+
+
+_guarded = _Guarded()
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """Meanwhile `os._exit` raises SystemExit in this thread."""
+    guard_exit()
+    before, _guarded.process = _guarded.process, os.getpid()
+    try:
+        yield
+    finally:
+        _guarded.process = before
+
+
+@functools.cache
+def guard_exit() -> None:
+    """Have `os._exit` heed `no_exit`: it would end the run without a word, and nothing else in
+    Python gets to know of it. Called before a score function's file may import it by name."""
+    leave = os._exit
+
+    def exit_unless_guarded(status: int) -> NoReturn:
+        if _guarded.process == os.getpid():
+            raise SystemExit(f"it called os._exit({status})")
+        leave(status)
+
+    os._exit = exit_unless_guarded
+
 
 LONGEST_LINE = 500  # characters
 

@@ -19,8 +19,7 @@ from caldera.protocol import DataProto, tensors_of
 from caldera.registry import Registry
 from caldera.reward.custom import ScoreFunction, named_arguments
 from caldera.reward.default import score_by_data_source
-from caldera.reward.exits import no_exit
-from caldera.reward.explaining import shown
+from caldera.reward.explaining import no_exit, shown
 from caldera.reward.samples import (
     ERROR_KEY,
     FAILED,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from caldera.config.reward import RewardModelConfig
 from caldera.data.chat import Message, tokenize_text
-from caldera.data.judged_conversation import (
+from caldera.data.conversation import (
     conversation_text,
     require_own_template,
     reward_model_tokenizer,

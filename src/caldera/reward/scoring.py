@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from caldera.errors import RewardError
-from caldera.reward.exits import guard_exit, no_exit
-from caldera.reward.explaining import explain
+from caldera.reward.explaining import explain, guard_exit, no_exit
 
 __all__ = ["CallTimeout", "Scoring", "ScoringLimits", "ThreadScoring", "attempt"]
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from caldera.errors import ConfigError, DataError, nearest
 from caldera.registry import Registry
-from caldera.reward_score.code_tests import RunTests
-
-__all__ = ["SCORERS", "Score", "Scorer", "default_compute_score", "register_scorer"]
+from caldera.reward_score.code_tests import Program, ProgramResult, RunTests
 
 Score = float | dict[str, Any]
 """A number, or a dict with `score` and whatever else is worth recording about the sample."""
@@ -84,3 +82,31 @@ def find_scorer(data_source: str) -> Scorer:
         "score it with a custom function, set custom_reward_function.path to the Python file that "
         "defines it, and custom_reward_function.name to its name there (compute_score)"
     )
+
+
+# ---- What a scorer needs, found out before there is an answer
+
+GIVEN = ("solution_str", "ground_truth", "run_tests")
+"""Arguments of scorers that are no options."""
+
+
+def check_scorer(data_source: str, ground_truth: Any, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless a scorer serves the data source, takes the options
+    (`reward_model.reward_kwargs`), and has the libraries that it needs; DataError for a ground
+    truth that it cannot read."""
+    scorer = find_scorer(data_source)
+    parameters = inspect.signature(scorer).parameters
+    taken = [name for name in parameters if name not in GIVEN]
+    for name, value in options.items():
+        if name not in taken:
+            raise ConfigError(
+                f"reward_model.reward_kwargs.{name}={value!r}: the scorer of the data source "
+                f"{data_source!r} takes {', '.join(taken) or 'no options'}"
+            )
+    programs = {"run_tests": _none_passes} if "run_tests" in parameters else {}
+    scorer("", ground_truth, **programs, **options)
+
+
+def _none_passes(programs: Sequence[Program]) -> list[ProgramResult]:
+    """In place of a sandbox."""
+    return [ProgramResult("", completed=False) for _ in programs]

@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from caldera.data.padding import left_pad
+from caldera.data.collate import left_pad
 from caldera.errors import UnsupportedError
 from caldera.models.forward import base_module
 from caldera.rollout.base import (
@@ -32,9 +32,9 @@ from caldera.rollout.base import (
     Rollout,
     RolloutPart,
     SamplingParams,
+    completes_a_stop,
 )
-from caldera.rollout.precision import sampling_dtype, sampling_precision
-from caldera.rollout.stops import completes_a_stop
+from caldera.rollout.weights import sampling_dtype, sampling_precision
 from caldera.seeds import derive_seed
 
 if TYPE_CHECKING:

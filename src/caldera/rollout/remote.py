@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from caldera.errors import CalderaError, ConfigError, RolloutError, UnsupportedError
+from caldera.http_client import AsyncJsonClient, Refused, Retries, Unavailable
 from caldera.installation import install_command
 from caldera.rollout.base import (
     ROLLOUTS,
@@ -23,10 +25,11 @@ from caldera.rollout.base import (
     SamplingParams,
     StepwiseRollout,
 )
+from caldera.storage import shown_url
 
 if TYPE_CHECKING:
     from caldera.config import RolloutConfig
-    from caldera.rollout.server_client import ServerClient
+
 
 URL = "rollout.remote.url"
 FAILURE = "no answer in {attempts} attempts: {error}"
@@ -195,8 +198,6 @@ class RemoteRollout(StepwiseRollout):
 
 
 def _body(model: str, request: Request) -> dict[str, Any]:
-    from caldera.rollout.server_client import SEEDS
-
     params = request.params
     return {
         "model": model,
@@ -212,11 +213,57 @@ def _body(model: str, request: Request) -> dict[str, Any]:
 
 def _client(url: str, connections: int) -> ServerClient:
     try:
-        from caldera.rollout.server_client import ServerClient
-
         return ServerClient(url, URL, connections)
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"{URL}={url!r}: asking a server needs the package {error.name}: "
             f"{install_command('serve')}"
         ) from error
+
+
+# ---- Asking an OpenAI-compatible server elsewhere
+
+ATTEMPTS = 10
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 30.0
+SECONDS_TO_CONNECT = 10.0
+SECONDS_TO_ANSWER = 3600.0
+API_KEY = "CALDERA_API_KEY"
+"""The variable with what a server asks for, if it does: it stands in no config and no dump."""
+UNAUTHORISED = 401
+SEEDS = 2**31
+"""A seed fits an integer of 32 bits, in case a server keeps it in one."""
+
+
+class ServerClient:
+    """An OpenAI-compatible server. Connections stay open until it is closed."""
+
+    def __init__(self, url: str, key: str, connections: int) -> None:
+        """`key` is what names the address in the config, for messages."""
+        self._url = url.rstrip("/").removesuffix("/v1") + "/v1/"
+        self.told = f"{key}={shown_url(url)!r}"
+        secret = os.environ.get(API_KEY)
+        headers = {"Authorization": f"Bearer {secret}"} if secret else None
+        self._client = AsyncJsonClient(connections, SECONDS_TO_ANSWER, SECONDS_TO_CONNECT, headers)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def ask(self, path: str, body: dict[str, Any] | None, failure: str) -> Any:
+        """The JSON of the answer to a POST, or to a GET if there is no body.
+
+        A server that is away or busy is asked again; `failure` says what did not succeed then.
+        """
+        retries = Retries(ATTEMPTS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+        try:
+            return await retries.run_async(lambda: self._client.ask(self._url + path, body))
+        except Unavailable as error:
+            said = failure.format(attempts=ATTEMPTS, error=error)
+            raise RolloutError(f"{self.told}: {said}") from error
+        except Refused as error:
+            if error.status == UNAUTHORISED:
+                wrong = (
+                    "is not the one that it" if os.environ.get(API_KEY) else "is not set, and it"
+                )
+                raise RolloutError(f"{self.told}: {API_KEY} {wrong} asks for, {error}") from error
+            raise RolloutError(f"{self.told} refuses the request, {error}") from error

@@ -14,14 +14,12 @@ from typing import Any
 from caldera.errors import CalderaError, ConfigError, DataError
 from caldera.rollout import AsyncSampler, Completion, Piece
 from caldera.rollout import Request as Sample
-from caldera.serving.answering import Answer
-from caldera.serving.chat_model import ChatModel
-from caldera.serving.conversations import Chat, Sampled, template_messages
+from caldera.serving.answering import Answer, StreamingText
+from caldera.serving.conversations import Chat, ChatModel, Sampled, template_messages
 from caldera.serving.http_server import error_content
 from caldera.serving.metrics import FAILED, ServerMetrics
 from caldera.serving.reading import BadField
 from caldera.serving.recording import Recorder, Turn
-from caldera.serving.streaming_text import StreamingText
 
 logger = logging.getLogger(__name__)
 

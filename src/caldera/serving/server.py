@@ -27,8 +27,7 @@ from caldera.errors import CalderaError, DataError, RolloutError
 from caldera.rollout import AsyncSampler
 from caldera.seeds import derive_seed
 from caldera.serving.answering import Answer
-from caldera.serving.chat_model import ChatModel
-from caldera.serving.conversations import Chat, ChatPrompts, Sampled, read_chat
+from caldera.serving.conversations import Chat, ChatModel, ChatPrompts, Sampled, read_chat
 from caldera.serving.http_server import (
     HttpServer,
     Reply,
@@ -49,7 +48,7 @@ from caldera.serving.reading import (
     text_prompts,
 )
 from caldera.serving.recording import Recorder, Trajectory
-from caldera.tools.parsing import TOOL_PARSERS
+from caldera.tools.formats import TOOL_PARSERS
 
 SECONDS_TO_FINISH = 30.0
 SECONDS_TO_REPORT = 5.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from caldera.single_controller.balancing import Balancing
 from caldera.single_controller.colocated import (
     create_colocated_worker_cls,
     create_colocated_worker_cls_fused,
@@ -14,7 +13,7 @@ from caldera.single_controller.decorator import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from caldera.single_controller.dispatching import make_nd_compute_dataproto_dispatch_fn
+from caldera.single_controller.dispatching import Balancing, make_nd_compute_dataproto_dispatch_fn
 from caldera.single_controller.in_process import InProcessWorkerGroup, LocalWorkerGroup
 from caldera.single_controller.processes import ProcessWorkerGroup
 from caldera.single_controller.resource_pool import (

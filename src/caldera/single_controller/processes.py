@@ -26,8 +26,9 @@ import torch
 
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.single_controller.decorator import Arguments
-from caldera.single_controller.failing_group import FailingGroup, OwedAnswer
 from caldera.single_controller.failure import (
+    FailingGroup,
+    OwedAnswer,
     RankFailure,
     WaitingRank,
     exit_failure,
@@ -44,7 +45,7 @@ from caldera.single_controller.resource_pool import ResourcePool
 from caldera.single_controller.transport import dumps, keep_handovers_quiet, loads
 from caldera.single_controller.worker import Worker
 from caldera.single_controller.worker_group import ClassWithInitArgs
-from caldera.storage.folders import own_folder
+from caldera.storage.locks import own_folder
 
 PRELOADED = ["torch", "transformers", "caldera.workers"]
 """What the server of processes imports once, so that no process has to."""

@@ -20,8 +20,7 @@ import torch
 from caldera.errors import ConfigError, WorkerError
 from caldera.single_controller._ray import ray_module
 from caldera.single_controller.decorator import Arguments
-from caldera.single_controller.failing_group import FailingGroup
-from caldera.single_controller.failure import RankFailure, WaitingRank, worker_error
+from caldera.single_controller.failure import FailingGroup, RankFailure, WaitingRank, worker_error
 from caldera.single_controller.process_main import START
 from caldera.single_controller.ray_actor import (
     Location,

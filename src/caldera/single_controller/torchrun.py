@@ -22,8 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from caldera.single_controller.failing_group import FailingGroup, OwedAnswer
-from caldera.single_controller.failure import RankFailure, WaitingRank, exception_failure
+from caldera.single_controller.failure import (
+    FailingGroup,
+    OwedAnswer,
+    RankFailure,
+    WaitingRank,
+    exception_failure,
+)
 from caldera.single_controller.worker import Worker, call_method
 from caldera.single_controller.worker_group import ClassWithInitArgs
 

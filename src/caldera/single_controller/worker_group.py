@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 from caldera.errors import ProtocolError, RegistryError
 from caldera.protocol import DataProto
 from caldera.protocol.inputs import entries
-from caldera.single_controller.balancing import Balancing, SpreadRows
 from caldera.single_controller.decorator import (
     Arguments,
     Dispatch,
@@ -25,7 +24,12 @@ from caldera.single_controller.decorator import (
     materialize,
     registration_of,
 )
-from caldera.single_controller.dispatching import PADDING_KEY, without_padding
+from caldera.single_controller.dispatching import (
+    PADDING_KEY,
+    Balancing,
+    SpreadRows,
+    without_padding,
+)
 from caldera.single_controller.worker import Worker
 
 logger = logging.getLogger(__name__)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +17,7 @@ from pathlib import Path
 from caldera.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
 
 LOCK = ".lock"
 """The file of a folder that is locked; it says who has it. Left by a killed process it means
@@ -128,3 +132,68 @@ def _is_still(held: int, file: Path) -> bool:
         return os.path.samestat(os.fstat(held), file.stat())
     except FileNotFoundError:
         return False
+
+
+# ---- Temporary folders that bear the name of their owner, so that none outlives it for long
+
+_NAME = re.compile(r"-(\d+)-(\d+)-[^-]*")
+
+
+def own_folder(kind: str, root: Path) -> Path:
+    """A new folder of this process. Those of the kind whose process is gone are removed first: one
+    that was killed could not."""
+    for folder in root.glob(f"{kind}-*"):
+        if _is_orphan(folder.name.removeprefix(kind)):
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{kind}-{_namespace()}-{os.getpid()}-", dir=root))
+
+
+def _is_orphan(name: str) -> bool:
+    found = _NAME.fullmatch(name)
+    if found is None or int(found[1]) != _namespace():
+        return False
+    try:
+        os.kill(int(found[2]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it is somebody else's
+        return False
+    return False
+
+
+def _namespace() -> int:
+    """Within which a process number means something: containers may share the folders alone."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+# ---- Writes that fail because a disk is full, whatever a library makes of that
+
+NO_SPACE = "no space left on the disk"
+SMALL = 16e6
+"""Bytes: with fewer left, a write that failed has failed for want of space."""
+
+
+def full_disk(error: BaseException, folder: Path) -> str | None:
+    """What to say of a write to this folder that failed; None if it was not for want of space."""
+    free = shutil.disk_usage(_existing(folder)).free
+    if free >= SMALL and not _says_so(error):
+        return None
+    return f"{NO_SPACE} of {folder} ({free / 1e6:.0f} MB free)"
+
+
+def _says_so(error: BaseException) -> bool:
+    seen: BaseException | None = error
+    while seen is not None:
+        is_told = os.strerror(errno.ENOSPC) in str(seen)  # as libraries in other languages tell
+        if is_told or (isinstance(seen, OSError) and seen.errno == errno.ENOSPC):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it: a full disk may have refused to make it."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -15,11 +15,10 @@ import fsspec.core
 from fsspec.registry import known_implementations
 
 from caldera.errors import ConfigError
+from caldera.storage.fetching import CountedFile, Transfer, reason_of
 from caldera.storage.http import PROTOCOLS as HTTP
 from caldera.storage.http import HttpFiles
-from caldera.storage.names import check_name, check_names
-from caldera.storage.paths import shown_url
-from caldera.storage.transfer import CountedFile, Transfer, reason_of
+from caldera.storage.paths import check_name, check_names, shown_url
 
 CONTENT_MARKS = (
     "ETag", "etag", "md5Hash", "content_md5", "checksum", "crc32c", "sha256", "blob_id",

@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from caldera.errors import ConfigError
 from caldera.tools.base import BaseTool, ToolLimits, ToolResponse
+from caldera.tools.running import in_thread
 from caldera.tools.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema
-from caldera.tools.threads import in_thread
 
 __all__ = ["FunctionTool", "function_tool", "schema_of", "tools_of"]
 

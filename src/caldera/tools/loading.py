@@ -16,7 +16,6 @@ from caldera.errors import ConfigError
 from caldera.storage import local_path
 from caldera.tools.base import BaseTool
 from caldera.tools.function_tool import tools_of
-from caldera.tools.programs import Programs, ProgramTool
 from caldera.tools.schemas import OpenAIFunctionToolSchema
 
 __all__ = ["load_tools"]
@@ -27,8 +26,8 @@ SHIPPED = {
     "CalculatorTool": "calculator",
     "Gsm8kTool": "gsm8k",
     "MCPTool": "mcp",
-    "PythonTool": "python",
-    "SandboxFusionTool": "sandbox_fusion",
+    "PythonTool": "programs",
+    "SandboxFusionTool": "programs",
     "SearchTool": "search",
 }
 OF_VERL = {"MCPBaseTool": "MCPTool", "MCPSearchTool": "MCPTool"}
@@ -37,9 +36,8 @@ OF_VERL = {"MCPBaseTool": "MCPTool", "MCPSearchTool": "MCPTool"}
 def load_tools(
     tool_config_path: str | None,
     function_tool_path: str | None = None,
-    programs: Programs | None = None,
 ) -> list[BaseTool]:
-    """The tools of both files, in their order. `programs` is for tools that run programs."""
+    """The tools of both files, in their order."""
     tools: list[BaseTool] = []
     if tool_config_path:
         entries = _entries(tool_config_path)
@@ -54,9 +52,6 @@ def load_tools(
                 "@function_tool of caldera.tools"
             )
         tools += found
-    for tool in tools:
-        if isinstance(tool, ProgramTool):
-            tool.programs = programs
     return tools
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from caldera.errors import ConfigError
 from caldera.installation import install_command
 from caldera.tools.base import BaseTool, ToolResponse, read_options
+from caldera.tools.running import in_thread
 from caldera.tools.schemas import OpenAIFunctionToolSchema
-from caldera.tools.threads import in_thread
 
 if TYPE_CHECKING:
     from mcp import Client

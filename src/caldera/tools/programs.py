@@ -1,50 +1,28 @@
-"""What tools that run programs need of a sandbox, which belongs to another room."""
+"""Tools that run the model's programs: in this machine's sandbox, or on a Sandbox Fusion server."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+import atexit
+import math
+import os
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar
 
 from caldera.errors import ConfigError
-from caldera.tools.base import BaseTool, ToolResponse
+from caldera.sandbox import Limits, Outcome, Sandbox, SandboxFusionClient
+from caldera.tools.base import BaseTool, ToolLimits, ToolResponse, read_options, require_positive
+from caldera.tools.running import in_thread
 from caldera.tools.schemas import OpenAIFunctionToolSchema
-from caldera.tools.threads import in_thread
-
-__all__ = ["NOTHING_PRINTED", "ProgramOutcome", "ProgramTool", "Programs"]
 
 NOTHING_PRINTED = "no stdout here"
-
-
-class ProgramOutcome(Protocol):
-    """How a program ended."""
-
-    @property
-    def status(self) -> str:
-        """ "ok", or what was wrong: "failed", "timed out", "out of memory", "output limit"."""
-
-    @property
-    def stdout(self) -> str: ...
-
-    @property
-    def stderr(self) -> str: ...
-
-
-class Programs(Protocol):
-    """Runs Python programs where they can do no harm; each call returns when its program ended."""
-
-    def run(self, program: str, seconds: float, memory_mb: int) -> ProgramOutcome:
-        """In the sandbox of this machine."""
-        ...
-
-    def run_at(self, url: str, program: str, seconds: float, memory_mb: int) -> ProgramOutcome:
-        """On a server that speaks Sandbox Fusion's protocol."""
-        ...
 
 
 class ProgramTool(BaseTool):
     """Runs the program that a model writes, and shows it what was printed."""
 
-    programs: Programs | None = None
-    """Given by whoever loads the tool."""
     described: ClassVar[str]
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
@@ -65,18 +43,108 @@ class ProgramTool(BaseTool):
             }
         )
 
-    def run_program(self, programs: Programs, code: str) -> ProgramOutcome:
-        """Called in a thread."""
-        raise NotImplementedError
+    @abstractmethod
+    def run_program(self, code: str) -> Outcome:
+        """Run it to its end; called in a thread."""
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        if self.programs is None:
-            raise ConfigError(f"{self.name} was made without a sandbox: load it by load_tools")
-        code = parameters["code"]
-        outcome = await in_thread(self.run_program, self.programs, code)
+        outcome = await in_thread(self.run_program, parameters["code"])
         text = outcome.stdout + outcome.stderr
         if outcome.status not in ("ok", "failed"):  # nothing that it wrote itself says so
             text = f"{text}\nThe program was ended: {outcome.status}".strip()
         return ToolResponse(text or NOTHING_PRINTED), None, {"status": outcome.status}
+
+
+@dataclass(frozen=True)
+class PythonOptions:
+    default_timeout: float = 10.0
+    """Seconds that a program may run."""
+    memory_limit_mb: int = 512
+
+    def __post_init__(self) -> None:
+        require_positive("default_timeout", self.default_timeout)
+        require_positive("memory_limit_mb", self.memory_limit_mb, is_count=True)
+
+
+class PythonTool(ProgramTool):
+    """Runs a program in the sandbox."""
+
+    described = "Runs a Python program and shows what it prints. Nothing is kept between calls."
+    # Programs queue for the sandbox's slots, which has its own limits: it ends them itself.
+    default_limits = ToolLimits(timeout=None, num_workers=16)
+
+    def __init__(
+        self, config: Mapping[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
+        self.options = read_options(PythonOptions, config, type(self).__name__)
+        super().__init__(config, tool_schema)
+
+    def run_program(self, code: str) -> Outcome:
+        limits = _limits(self.options.default_timeout, self.options.memory_limit_mb)
+        return _sandbox().run(code, limits=limits)
+
+
+@dataclass(frozen=True)
+class SandboxFusionOptions:
+    sandbox_fusion_url: str
+    default_timeout: float = 30.0
+    """Seconds that a program may run."""
+    default_language: str = "python"
+    memory_limit_mb: int = 1024
+    enable_global_rate_limit: bool = True
+    """False: `rate_limit` does not hold."""
+
+    def __post_init__(self) -> None:
+        require_positive("default_timeout", self.default_timeout)
+        require_positive("memory_limit_mb", self.memory_limit_mb, is_count=True)
+        if not isinstance(self.enable_global_rate_limit, bool):
+            raise ConfigError(
+                f"config.enable_global_rate_limit={self.enable_global_rate_limit!r} "
+                "must be true or false"
+            )
+        if not str(self.sandbox_fusion_url).startswith(("http://", "https://")):
+            raise ConfigError(
+                f"config.sandbox_fusion_url={self.sandbox_fusion_url!r} must be the address of an "
+                "HTTP server"
+            )
+        if self.default_language != "python":
+            raise ConfigError(f"config.default_language={self.default_language!r} must be python")
+
+
+class SandboxFusionTool(ProgramTool):
+    """Runs a program on a server. One that is busy or down is asked again a few times."""
+
+    described = "Runs a Python program and shows what it prints. Nothing is kept between calls."
+    # The client that asks the server has timeouts and attempts of its own.
+    default_limits = ToolLimits(timeout=None, num_workers=10, rate_limit=10)
+
+    def __init__(
+        self, config: Mapping[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
+        self.options = read_options(SandboxFusionOptions, config, type(self).__name__)
+        super().__init__(config, tool_schema)
+        if not self.options.enable_global_rate_limit:
+            self.limits = replace(self.limits, rate_limit=None)
+
+    def run_program(self, code: str) -> Outcome:
+        limits = _limits(self.options.default_timeout, self.options.memory_limit_mb)
+        return _client(self.options.sandbox_fusion_url).run(code, limits=limits)
+
+
+def _limits(seconds: float, memory_mb: int) -> Limits:
+    return Limits(wall_seconds=seconds, cpu_seconds=math.ceil(seconds), memory_mb=memory_mb)
+
+
+@cache
+def _client(url: str) -> SandboxFusionClient:
+    return SandboxFusionClient(url)
+
+
+@cache
+def _sandbox() -> Sandbox:
+    """Started by the first program, ended with the process."""
+    sandbox = Sandbox(slots=os.cpu_count() or 1)
+    atexit.register(sandbox.close)
+    return sandbox

@@ -9,39 +9,100 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from caldera.config import TrainerConfig
-from caldera.engine.state_files import read_file
+from caldera.engine.saving import read_file
 from caldera.errors import CalderaError, CheckpointError, ConfigError
 from caldera.storage import is_fetched, is_url, shown_url
-from caldera.storage.disk import NO_SPACE, full_disk
+from caldera.storage.locks import NO_SPACE, full_disk
 from caldera.tracking.dumps import write_text_atomic
-from caldera.trainer.checkpoint_layout import (
-    ROLES,
-    STARTED_ANEW,
-    TRACKER,
-    complete_steps,
-    expired_roles,
-    is_step_folder,
-    step_folder,
-    step_of,
-    tells_step,
-)
 from caldera.trainer.checkpoint_manifest import DamagedCheckpointError, verify, write_manifest
 
 if TYPE_CHECKING:
-    from caldera.trainer.checkpoint_uploads import CheckpointUploads
-    from caldera.trainer.remote_checkpoints import RemoteCheckpoints
-
-__all__ = ["TRACKER", "CheckpointFolder", "read_part", "read_position", "step_of"]
+    from caldera.trainer.remote_checkpoints import CheckpointUploads, RemoteCheckpoints
 
 logger = logging.getLogger(__name__)
+
+
+# ---- What the checkpoints of a run are called, here and in a remote copy, and which of them are
+# kept
+#
+# {root}/latest_checkpointed_iteration.txt     the newest complete step
+# {root}/global_step_{N}/actor, critic, data.pt, trainer_state.json
+
+TRACKER = "latest_checkpointed_iteration.txt"
+STARTED_ANEW = "0"
+"""What the tracker says of a run that has left earlier checkpoints behind and saved none yet."""
+ROLES = ("actor", "critic")
+_STEP_FOLDER = re.compile(r"global_step_(\d+)$")
+
+
+def step_folder(step: int) -> str:
+    """What the folder of a step is called."""
+    return f"global_step_{step}"
+
+
+def is_step_folder(name: str) -> bool:
+    """Whether a run of this program would call a folder so."""
+    return _STEP_FOLDER.match(name) is not None
+
+
+def tells_step(name: str) -> bool:
+    """Whether a name ends as that of a step's folder does."""
+    return _STEP_FOLDER.search(name) is not None
+
+
+def step_of(folder: Path | str) -> int:
+    """The step that a checkpoint folder's name tells."""
+    match = _STEP_FOLDER.search(str(folder))
+    assert match is not None, folder
+    return int(match[1])
+
+
+def tracked_step(root: Path) -> int | None:
+    """The newest complete step of a run's folder, if there is any."""
+    tracker = root / TRACKER
+    text = tracker.read_text().strip() if tracker.is_file() else ""
+    return int(text) if text.isdigit() and text != STARTED_ANEW else None
+
+
+def complete_steps(root: Path) -> list[int]:
+    """The steps of all complete checkpoints of a run's folder, the newest first."""
+    return sorted(
+        (
+            step_of(path)
+            for path in (root.iterdir() if root.is_dir() else ())
+            if is_step_folder(path.name)
+            and (path / "actor").is_dir()
+            and (path / "data.pt").is_file()
+        ),
+        reverse=True,
+    )
+
+
+def expired_roles(
+    steps: Iterable[int], newest: int, config: TrainerConfig
+) -> list[tuple[int, str]]:
+    """(step, role) of everything beyond the numbers to keep.
+
+    Checkpoints of later steps than the newest belong to a run that this one has gone back behind:
+    they count as older.
+    """
+    by_age = sorted(steps, key=lambda step: (step <= newest, step))
+    limits = (config.max_actor_ckpt_to_keep, config.max_critic_ckpt_to_keep)
+    return [
+        (step, role)
+        for role, keep in zip(ROLES, limits, strict=True)
+        for step in by_age[: -keep if keep else 0]
+    ]
+
 
 FETCHED = ".fetched"
 """Where checkpoints come to that are downloaded: all nodes of a run see this folder."""
@@ -67,8 +128,7 @@ class CheckpointFolder:
         """A step that is here and that an earlier process could not upload."""
         self._uploads: CheckpointUploads | None = None
         if config.default_hdfs_dir is not None:
-            from caldera.trainer.checkpoint_uploads import CheckpointUploads
-            from caldera.trainer.remote_checkpoints import RemoteCheckpoints
+            from caldera.trainer.remote_checkpoints import CheckpointUploads, RemoteCheckpoints
 
             self._remote = RemoteCheckpoints(config)
             self._uploads = CheckpointUploads(self._remote, self.root)
@@ -282,7 +342,7 @@ class CheckpointFolder:
         try:
             return work()
         except OSError as error:
-            from caldera.storage.transfer import reason_of
+            from caldera.storage.fetching import reason_of
 
             assert self._remote is not None
             said = f"{self._remote.told}: {what}: {reason_of(error)}"

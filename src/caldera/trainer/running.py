@@ -13,11 +13,10 @@ from caldera.errors import CheckpointError, ConfigError
 from caldera.storage import is_fetched, is_url
 from caldera.storage.locks import locked_folder
 from caldera.tracking import Tracking
-from caldera.tracking.console import print_line
 from caldera.tracking.dumps import write_text_atomic
+from caldera.tracking.progress import print_line
 from caldera.trainer.bundle import write_bundle
-from caldera.trainer.checkpoint import local_checkpoint
-from caldera.trainer.checkpoint_layout import step_folder, tracked_step
+from caldera.trainer.checkpoint import local_checkpoint, step_folder, tracked_step
 from caldera.trainer.secrets import masked_dict, masked_yaml
 
 RunConfig: TypeAlias = PPOTrainerConfig | SFTTrainerConfig

@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 
 from caldera.config import SFTTrainerConfig
-from caldera.trainer.sft.command import SupervisedCommand
+from caldera.trainer.sft.setup import SupervisedCommand
 
 SFT = SupervisedCommand(
     prog="caldera sft",
@@ -23,7 +23,7 @@ Fine-tune a language model on answers, or on whole conversations.
 """,
     config_name="sft_trainer",
     schema=SFTTrainerConfig,
-    objective="caldera.workers.objective:FINE_TUNING",
+    objective="caldera.workers.supervised:FINE_TUNING",
 )
 CONVERSATIONS = replace(
     SFT, prog="python3 -m caldera.trainer.sft_trainer", config_name="sft_trainer_engine"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from caldera.web.bodies import read_json, read_object
-from caldera.web.limits import error_text
+from caldera.web.limits import error_text, read_json, read_object
 from caldera.web.threads import JsonHandler, ThreadedServer
 
 __all__ = ["JsonHandler", "ThreadedServer", "error_text", "read_json", "read_object"]

@@ -1,11 +1,72 @@
-"""How long and how large the requests to any HTTP server may be."""
+"""JSON as clients send it."""
 
 from __future__ import annotations
 
-__all__ = [
-    "LARGE_BYTES", "MAX_REQUEST_BYTES", "SECONDS_FOR_BODY", "SECONDS_FOR_HEADERS",
-    "SECONDS_TO_LINGER", "SECONDS_TO_TAKE_ANSWER", "error_text", "too_large", "too_slow",
-]  # fmt: skip
+import json
+import math
+from typing import Any, NoReturn
+
+from caldera.errors import DataError
+
+DEEPEST = 100
+"""Lists and objects within each other: what walks through a request must not run out of stack."""
+
+
+def read_json(body: bytes) -> Any:
+    """What a body says. DataError where that is not JSON, or would not come out as it went in:
+    numbers that are infinite or none, and halves of characters."""
+    try:
+        text = body.decode()
+        content = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        if "\\u" in text:
+            json.dumps(content, ensure_ascii=False).encode()  # half a character is no text
+    except RecursionError as error:
+        raise _too_deep() from error
+    except ValueError as error:
+        raise DataError(f"the request is not JSON: {error}") from error
+    if text.count("[") + text.count("{") > DEEPEST:
+        _check_depth(content)
+    return content
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """What a body says, which must be an object."""
+    content = read_json(body)
+    if not isinstance(content, dict):
+        raise DataError(f"the request must be a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _check_depth(content: Any) -> None:
+    level = [content]
+    for _ in range(DEEPEST + 1):
+        level = [
+            each
+            for outer in level
+            for each in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(each, dict | list)
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> DataError:
+    return DataError(f"the request is nested deeper than {DEEPEST} lists and objects")
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits:.40} is out of the range of numbers")
+    return number
+
+
+# ---- How long and how large the requests to any HTTP server may be
 
 MAX_REQUEST_BYTES = 32 * 2**20
 SECONDS_FOR_HEADERS = 30.0

@@ -33,6 +33,8 @@ from caldera.single_controller import (
 )
 from caldera.workers.agents import Agents, MakeAgents
 from caldera.workers.building import (
+    WORKERS,
+    TrainedWorker,
     build_engine,
     check_stop_tokens,
     compiles,
@@ -44,16 +46,21 @@ from caldera.workers.building import (
     register_sampling_mesh,
     stop_tokens,
 )
-from caldera.workers.choosing import WORKERS
-from caldera.workers.inputs import MASKED_ANSWERS, POLICY_LOSS, PROMPTS, REWARD_ROWS
 from caldera.workers.losses import policy_loss
-from caldera.workers.phases import mfu_timer, on_device
-from caldera.workers.plans import log_prob_plan, update_plan
+from caldera.workers.phases import (
+    MASKED_ANSWERS,
+    POLICY_LOSS,
+    PROMPTS,
+    REWARD_ROWS,
+    log_prob_plan,
+    mfu_timer,
+    on_device,
+    train_epochs,
+    update_plan,
+)
 from caldera.workers.profiling import ProfiledWorker, profiled
 from caldera.workers.scoring import MakeScorer, NoScoring, RolloutScoring, Scorer
 from caldera.workers.tracing import MakeTracer, NoTracing, RolloutTracing, Tracer
-from caldera.workers.trained import TrainedWorker
-from caldera.workers.updates import train_epochs
 from caldera.workers.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,16 @@ from caldera.config import (
     RolloutConfig,
 )
 from caldera.config.strategies import MEGATRON
-from caldera.data import hf_tokenizer
+from caldera.data import chosen_class, hf_tokenizer
 from caldera.engine import ENGINES, Engine, EngineOptions
 from caldera.errors import ConfigError
 from caldera.models.forward import base_module
 from caldera.models.loading import Built
+from caldera.registry import Registry
 from caldera.rollout.base import Decode
 from caldera.seeds import derive_seed, seed_everything
-from caldera.single_controller import Worker
+from caldera.single_controller import ClassWithInitArgs, Dispatch, Worker, register
+from caldera.workers.phases import on_device
 
 SHARDING = ("fsdp", "fsdp2")
 
@@ -166,3 +169,56 @@ def _save_descriptions(
     hugging_face.config.save_pretrained(target)
     if adapter:
         module.save_pretrained(folder / "lora_adapter", state_dict=adapter)  # type: ignore[operator]
+
+
+# ---- What workers with a model that is trained have in common: it is saved, and read back
+
+
+class TrainedWorker(Worker):
+    def _trained(self) -> tuple[Engine, CheckpointConfig, ModelConfig]:
+        """The engine that is trained, and the keys of its checkpoint and model."""
+        raise NotImplementedError
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write the model into the folder."""
+        engine, checkpoint, model = self._trained()
+        with on_device(engine, optimizer=True):
+            save_role(engine, folder, checkpoint, model)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self) -> bool:
+        """Whether everything that `save_checkpoint` has to write is written."""
+        return self._trained()[0].is_saved()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wait_for_checkpoint(self) -> None:
+        """Return once it is."""
+        self._trained()[0].wait_for_save()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: Path) -> None:
+        """Read the model back."""
+        engine, checkpoint, _ = self._trained()
+        with on_device(engine, optimizer=True):
+            engine.load(folder, checkpoint.load_contents)
+
+
+# ---- Which class works for a role: the role's own, a registered one, or one of the user's file
+
+WORKERS: Registry[type[Worker]] = Registry("worker")
+"""What the keys `worker_class` choose from."""
+
+
+class ChosenWorker(ClassWithInitArgs):
+    """How to build the worker that a key names.
+
+    It is pickled by that name: a class of a user's file cannot be imported elsewhere.
+    """
+
+    def __init__(self, name: str | None, base: type[Worker], key: str, *args: Any) -> None:
+        super().__init__(chosen_class(WORKERS, name, base, key), *args)
+        self._choice = name, base, key
+
+    def __reduce__(self) -> tuple[type[ChosenWorker], tuple[Any, ...]]:
+        return type(self), (*self._choice, *self.args)

@@ -16,6 +16,8 @@ from caldera.single_controller import (
     register,
 )
 from caldera.workers.building import (
+    WORKERS,
+    TrainedWorker,
     build_engine,
     compiles,
     largest_norm,
@@ -23,13 +25,9 @@ from caldera.workers.building import (
     memory_of,
     register_mesh,
 )
-from caldera.workers.choosing import WORKERS
-from caldera.workers.inputs import MASKED_ANSWERS, VALUE_LOSS
 from caldera.workers.losses import value_loss
-from caldera.workers.phases import on_device
+from caldera.workers.phases import MASKED_ANSWERS, VALUE_LOSS, on_device, train_epochs
 from caldera.workers.profiling import ProfiledWorker, profiled
-from caldera.workers.trained import TrainedWorker
-from caldera.workers.updates import train_epochs
 
 ON_CRITIC = make_nd_compute_dataproto_dispatch_fn("critic")
 

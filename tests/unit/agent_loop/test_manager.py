@@ -183,7 +183,7 @@ def test_mistakes_of_rows(make: Any) -> None:
 
 
 def test_turns_are_stamped_as_integers(make: Any) -> None:
-    from caldera.trainer.ppo.agent_rows import with_agent_columns
+    from caldera.trainer.ppo.agents import with_agent_columns
 
     batch = with_agent_columns(sample(*make(), rows(2, agent_name="chatter")))
     assert batch.non_tensor_batch["__num_turns__"].dtype == np.int32

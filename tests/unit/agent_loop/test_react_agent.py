@@ -24,7 +24,7 @@ from caldera.errors import ConfigError, RolloutError
 from caldera.installation import install_command
 from caldera.protocol import tensors_of
 from caldera.rollout import NativeRollout, SamplingParams
-from caldera.tools.parsing import FunctionCall, ToolParser
+from caldera.tools.formats import FunctionCall, ToolParser
 
 if TYPE_CHECKING:
     from agent_scripts import Run
@@ -224,7 +224,7 @@ def test_without_langgraph_the_loop_says_what_to_install(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "langgraph.graph", None)
-    monkeypatch.delitem(sys.modules, "caldera.agent_loop.react_graph", raising=False)
+    monkeypatch.delitem(sys.modules, "caldera.agent_loop.react_agent", raising=False)
     with pytest.raises(ConfigError, match=re.escape(install_command("langgraph"))):
         run("42<eos>", loop="react_agent")
 

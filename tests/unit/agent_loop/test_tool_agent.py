@@ -15,8 +15,8 @@ from caldera.errors import DataError, UnsupportedError
 from caldera.interactions.base import BaseInteraction
 from caldera.interactions.scripted import ScriptedInteraction
 from caldera.tools import ToolResponse
+from caldera.tools.formats import FunctionCall, ToolParser
 from caldera.tools.function_tool import tools_of
-from caldera.tools.parsing import FunctionCall, ToolParser
 
 if TYPE_CHECKING:
     from agent_scripts import Run

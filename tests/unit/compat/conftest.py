@@ -13,7 +13,7 @@ from caldera.agent_loop.base import AGENT_LOOPS
 from caldera.core_algos import ADV_ESTIMATORS, POLICY_LOSSES
 from caldera.registry import Registry
 from caldera.reward import REWARD_MANAGERS
-from caldera.tools.parsing import TOOL_PARSERS
+from caldera.tools.formats import TOOL_PARSERS
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "compat/verl/src"))
 

@@ -64,7 +64,7 @@ def test_a_parser_of_calls() -> None:
         async def extract_tool_calls(self, responses_ids: list[int]) -> tuple[str, list[Any]]:
             return "", [FunctionCall(name="double", arguments=f'{{"number": {responses_ids[0]}}}')]
 
-    parsers = importlib.import_module("caldera.tools.parsing").TOOL_PARSERS
+    parsers = importlib.import_module("caldera.tools.formats").TOOL_PARSERS
     assert parsers["compat_format"] is Mine
     found = asyncio.run(parsers["compat_format"](None).read([4]))
     assert [(call.name, call.arguments) for call in found.calls] == [("double", '{"number": 4}')]

@@ -137,7 +137,7 @@ def test_the_configured_manager_with_more_arguments(tmp_path: Path) -> None:
 def test_a_manager_of_single_samples() -> None:
     from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
-    from caldera.reward.single import is_single
+    from caldera.reward.loading import is_single
 
     class Mine(RewardManagerBase):
         async def run_single(self, data: DataProto) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from caldera.commands.generation.sampling import rollout_config
 from caldera.config import PPOTrainerConfig, load_config
 from caldera.errors import CalderaError
-from caldera.trainer.generation.sampling import rollout_config
 from caldera.trainer.main_generation import load_generation
 from caldera.trainer.main_generation_server import load_served_generation
 

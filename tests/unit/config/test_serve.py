@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from caldera.commands.serve import load_serving
 from caldera.config.serve import sampler_config
 from caldera.errors import CalderaError
-from caldera.trainer.main_serve import load_serving
 
 
 def test_engines_get_their_keys() -> None:

@@ -20,8 +20,8 @@ from caldera.core_algos import (
     estimate_advantages,
     masked_whiten,
 )
-from caldera.core_algos.advantages.groups import Groups
-from caldera.core_algos.advantages.scan import reverse_scan
+from caldera.core_algos.advantages.gae import reverse_scan
+from caldera.core_algos.advantages.group_relative import Groups
 from caldera.core_algos.advantages.tokens import KeptTokens, Moments, whiten_in_place
 
 NAN = float("nan")

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from caldera.config import DataConfig
 from caldera.data import FixedLoader, StatefulLoader, create_train_loader, create_val_loader
-from caldera.data.order import seeded_permutation
+from caldera.data.loader import seeded_permutation
 from caldera.errors import CheckpointError, DataError
 
 MakeConfig = Callable[..., DataConfig]

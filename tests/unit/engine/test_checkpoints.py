@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from caldera.config import OptimizerConfig
 from caldera.core_algos import LossScale
 from caldera.engine import ForwardPlan, LocalEngine, Outputs
-from caldera.engine.state_files import extra_file, read_extra
+from caldera.engine.saving import extra_file, read_extra
 from caldera.errors import CheckpointError
 from caldera.protocol import DataProto
 

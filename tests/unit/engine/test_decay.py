@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from caldera.config import OptimizerConfig
-from caldera.engine.decay import build_decay
+from caldera.engine.optim import build_decay
 
 
 def rates(steps: int, **keys: Any) -> list[float]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from caldera.config import FSDPConfig
 from caldera.core_algos import LossScale, agg_loss
 from caldera.engine import ForwardPlan, LocalEngine, Outputs
-from caldera.engine.packing import pack_rows
+from caldera.engine.packed_model import pack_rows
 from caldera.models.loading import enable_checkpointing
 from caldera.protocol import DataProto
 

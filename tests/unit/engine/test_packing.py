@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from caldera.engine.packing import pack_ends, pack_rows
+from caldera.engine.packed_model import pack_ends, pack_rows
 from caldera.models.attention import PackedSequences
 from caldera.models.ulysses import SequenceGroup
 from caldera.protocol import DataProto

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from caldera.errors import ConfigError, DataError
-from caldera.interactions.base import BaseInteraction
+from caldera.interactions.base import BaseInteraction, load_interactions
 from caldera.interactions.conversation import Conversation
 from caldera.interactions.gsm8k_interaction import Gsm8kInteraction
-from caldera.interactions.loading import load_interactions
 from caldera.interactions.scripted import ScriptedInteraction
 
 OURS = "caldera.interactions.gsm8k_interaction.Gsm8kInteraction"

@@ -7,7 +7,7 @@ import torch
 
 from caldera.errors import ConfigError
 from caldera.protocol import DataProto, DataProtoConfig
-from caldera.protocol.settings import serialization_method
+from caldera.protocol.serialization import serialization_method
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from caldera.reward.scoring import ScoringLimits
 from caldera.reward.streaming import StreamedScoring
 from caldera.rollout import Completion
 from caldera.rollout.batch import completions_to_batch
-from caldera.workers.inputs import PROMPTS, REWARD_ROWS
+from caldera.workers.phases import PROMPTS, REWARD_ROWS
 
 Load = Callable[..., PPOTrainerConfig]
 ANSWERS = [[2 + 3], [2 + 1, 2 + 3, 1], [2 + 4]]  # "3", "13" with its end, "4"

@@ -16,17 +16,20 @@ import torch
 from caldera.config import RolloutConfig
 from caldera.errors import ConfigError, RolloutError, UnsupportedError
 from caldera.rollout import ROLLOUTS, AsyncSampler, Request, SamplingParams
-from caldera.rollout.engines.adapters import AdapterFolders, adapter_shape
-from caldera.rollout.engines.files import WeightFiles
+from caldera.rollout.engines.build import SEED, engine_arguments, reseeded
 from caldera.rollout.engines.host.caldera_engine.base import Event
 from caldera.rollout.engines.host.caldera_engine.buckets import check_adapter, read_bucket
-from caldera.rollout.engines.options import SEED, engine_arguments, reseeded
-from caldera.rollout.engines.probe import Probe
-from caldera.rollout.engines.process import EngineDied
+from caldera.rollout.engines.process import EngineDied, StickyRouter
 from caldera.rollout.engines.rollout import EngineRollout
-from caldera.rollout.engines.router import StickyRouter
-from caldera.rollout.engines.weights import EngineWeights, ModuleWeights
-from caldera.storage.folders import own_folder
+from caldera.rollout.engines.weights import (
+    AdapterFolders,
+    EngineWeights,
+    ModuleWeights,
+    WeightFiles,
+    adapter_shape,
+)
+from caldera.rollout.weights import Probe
+from caldera.storage.locks import own_folder
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from caldera.rollout.engines.adapters import AdapterFolders, AdapterShape
 from caldera.rollout.engines.host.caldera_engine.base import Event
 from caldera.rollout.engines.host.caldera_engine.sglang_engine import SGLangEngine, run_unpinned
+from caldera.rollout.engines.weights import AdapterFolders, AdapterShape
 
 PARAMS = {
     "temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0,

@@ -13,15 +13,19 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from caldera.agent_loop.base import TokenOutput
-from caldera.agent_loop.timeline import Timeline
-from caldera.search_agent.generation import (
+from caldera.agent_loop.output import Timeline
+from caldera.search_agent.loop import (
+    STOPS,
+    Action,
     LLMGenerationManager,
     SearchSettings,
     SearchTrajectory,
+    facts_of,
+    invalid_text,
+    read_action,
+    search_metrics,
 )
-from caldera.search_agent.metrics import facts_of, search_metrics
-from caldera.search_agent.protocol import STOPS, Action, invalid_text, read_action
-from caldera.tools.retrieval import Document, RetrievalFailed, RetrieverClient
+from caldera.tools.search import Document, RetrievalFailed, RetrieverClient
 
 ROOMY = SearchSettings(
     max_turns=2, max_answer_length=100, max_obs_length=500, max_response_length=2000

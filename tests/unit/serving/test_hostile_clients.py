@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from caldera.reward.sandbox import Limits, Sandbox
-from caldera.reward.sandbox.server import SandboxServer
+from caldera.sandbox import Limits, Sandbox
+from caldera.sandbox.server import SandboxServer
 from caldera.search_agent.retriever import BuildOptions, Index, RetrieverServer, build_index
 from caldera.serving.http_server import HttpServer, Reply, Request
 from caldera.web import JsonHandler, ThreadedServer, limits
@@ -387,7 +387,7 @@ def test_a_client_that_does_not_take_its_answer_is_dropped(
 @pytest.mark.parametrize("kind", ["threads", "events"])
 def test_memory_goes_back_after_large_answers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed = threading.Event()
-    for module in ("caldera.web.threads", "caldera.serving.patience"):
+    for module in ("caldera.web.threads", "caldera.serving.http_server"):
         monkeypatch.setattr(f"{module}.trim_heap", trimmed.set)
     with serving(kind, 2**24) as address:
         small = Service(address, "/", {})

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from caldera.rollout import SamplingParams
 from caldera.serving import ChatModel
+from caldera.serving.answering import StreamingText
 from caldera.serving.metrics import Histogram, Metric
-from caldera.serving.streaming_text import StreamingText
 
 
 @pytest.fixture(scope="module")

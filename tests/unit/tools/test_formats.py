@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caldera.tools import formats  # noqa: F401 -- registers them
-from caldera.tools.parsing import TOOL_PARSERS, FunctionCall
+from caldera.tools.formats import TOOL_PARSERS, FunctionCall
 
 
 def parse(name, text):

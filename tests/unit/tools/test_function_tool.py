@@ -9,8 +9,8 @@ import pytest
 
 from caldera.errors import ConfigError
 from caldera.tools import ToolResponse, function_tool
+from caldera.tools.formats import FunctionCall
 from caldera.tools.function_tool import MARK, schema_of
-from caldera.tools.parsing import FunctionCall
 from caldera.tools.running import ToolRunner, ToolState
 
 

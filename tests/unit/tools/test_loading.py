@@ -11,7 +11,7 @@ from caldera.installation import install_command
 from caldera.tools.calculator import CalculatorTool
 from caldera.tools.gsm8k import Gsm8kTool
 from caldera.tools.loading import load_tools
-from caldera.tools.python import PythonTool
+from caldera.tools.programs import PythonTool
 
 OWN = """
 from caldera.tools import BaseTool, ToolResponse
@@ -64,14 +64,13 @@ def test_tools_are_loaded_by_class(tmp_path, monkeypatch):
         tmp_path,
         {"class_name": f"{tmp_path}/echo_tool.py:Echo", "config": config, "tool_schema": schema},
         {"class_name": "CalculatorTool", "config": {"type": "native"}},
-        {"class_name": "caldera.tools.python.PythonTool", "config": {"type": "native"}},
+        {"class_name": "caldera.tools.programs.PythonTool", "config": {"type": "native"}},
         {"class_name": "verl.tools.gsm8k_tool.Gsm8kTool", "config": {"type": "native"}},
     )
-    programs = object()
-    echo, calculator, python, gsm8k = load_tools(path, programs=programs)
+    echo, calculator, python, gsm8k = load_tools(path)
     assert (echo.name, echo.limits.timeout) == ("echo", 2)
     assert type(calculator) is CalculatorTool and type(gsm8k) is Gsm8kTool
-    assert type(python) is PythonTool and python.programs is programs
+    assert type(python) is PythonTool
 
 
 def test_a_class_on_the_path_of_modules(tmp_path, monkeypatch):

@@ -13,8 +13,8 @@ import pytest
 from caldera.errors import ConfigError
 from caldera.tools import function_tool, running
 from caldera.tools.base import BaseTool, ToolResponse
+from caldera.tools.formats import FunctionCall
 from caldera.tools.function_tool import tools_of
-from caldera.tools.parsing import FunctionCall
 from caldera.tools.running import ToolRunner, ToolState, truncate
 from caldera.tools.schemas import OpenAIFunctionToolSchema
 

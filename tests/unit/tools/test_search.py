@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from caldera.errors import ConfigError
-from caldera.tools import retrieval
-from caldera.tools.parsing import FunctionCall
-from caldera.tools.retrieval import Document, RetrievalFailed, RetrieverClient
+from caldera.tools import search
+from caldera.tools.formats import FunctionCall
 from caldera.tools.running import ToolOutcome, ToolRunner, ToolState
-from caldera.tools.search import SearchTool
+from caldera.tools.search import Document, RetrievalFailed, RetrieverClient, SearchTool
 
 GOOD = "good"
 HIT = {"document": {"id": "1", "contents": '"Rome"\nRome is in Italy.'}, "score": 1.0}
@@ -139,7 +138,7 @@ def test_hundreds_of_searches_share_few_connections(
             now -= 1
 
     monkeypatch.setattr(Handler, "do_POST", counted)
-    monkeypatch.setattr(retrieval, "MOST_AT_A_TIME", 16)
+    monkeypatch.setattr(search, "MOST_AT_A_TIME", 16)
 
     async def many() -> list[Any]:
         client = client_of(service)

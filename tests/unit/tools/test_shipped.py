@@ -1,18 +1,17 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 import pytest
 
 from caldera.errors import ConfigError
+from caldera.sandbox import Outcome
+from caldera.tools import programs
 from caldera.tools.calculator import CalculatorTool, calculate
+from caldera.tools.formats import FunctionCall
 from caldera.tools.gsm8k import Gsm8kTool
-from caldera.tools.parsing import FunctionCall
-from caldera.tools.programs import NOTHING_PRINTED
-from caldera.tools.python import PythonTool
+from caldera.tools.programs import NOTHING_PRINTED, PythonTool, SandboxFusionTool
 from caldera.tools.running import ToolRunner, ToolState
-from caldera.tools.sandbox_fusion import SandboxFusionTool
 
 NATIVE = {"type": "native"}
 
@@ -80,26 +79,16 @@ def test_gsm8k_rewards_an_answer_that_is_better_than_those_before():
     assert "ground_truth" in run(tool, '{"answer": "72"}').text
 
 
-@dataclass
-class Outcome:
-    status: str
-    stdout: str = ""
-    stderr: str = ""
-
-
 class Programs:
-    """Says what it was asked for."""
+    """Stands for a sandbox, and keeps what it was asked for."""
 
     def __init__(self, outcome):
         self.outcome = outcome
         self.asked = []
 
-    def run(self, program, seconds, memory_mb):
-        self.asked.append((program, seconds, memory_mb))
+    def run(self, program, limits):
+        self.asked.append((program, limits.wall_seconds, limits.memory_mb))
         return self.outcome
-
-    def run_at(self, url, program, seconds, memory_mb):
-        return self.run(f"{url} {program}", seconds, memory_mb)
 
 
 @pytest.mark.parametrize(
@@ -111,21 +100,23 @@ class Programs:
         (Outcome("timed out", "1\n"), "1\n\nThe program was ended: timed out"),
     ],
 )
-def test_what_a_program_printed_is_shown(outcome, text):
+def test_what_a_program_printed_is_shown(outcome, text, monkeypatch):
     tool = PythonTool({**NATIVE, "default_timeout": 3})
-    tool.programs = Programs(outcome)
+    sandbox = Programs(outcome)
+    monkeypatch.setattr(programs, "_sandbox", lambda: sandbox)
     shown = run(tool, '{"code": "print(1)"}')
     assert (shown.text, shown.status) == (text, "ok")
     assert shown.metrics == {"status": outcome.status}
-    assert tool.programs.asked == [("print(1)", 3, 512)]
+    assert sandbox.asked == [("print(1)", 3, 512)]
 
 
-def test_sandbox_fusion_is_asked_at_its_address():
+def test_sandbox_fusion_is_asked_at_its_address(monkeypatch):
     url = "http://localhost:1/run_code"
     tool = SandboxFusionTool({**NATIVE, "sandbox_fusion_url": url, "memory_limit_mb": 64})
-    tool.programs = Programs(Outcome("ok", "1"))
+    servers = {url: Programs(Outcome("ok", "1"))}
+    monkeypatch.setattr(programs, "_client", servers.__getitem__)
     assert run(tool, '{"code": "x"}').text == "1"
-    assert tool.programs.asked == [(f"{url} x", 30.0, 64)]
+    assert servers[url].asked == [("x", 30.0, 64)]
     assert (tool.limits.num_workers, tool.limits.rate_limit) == (10, 10)
     free = {**NATIVE, "sandbox_fusion_url": url, "enable_global_rate_limit": False}
     assert SandboxFusionTool(free).limits.rate_limit is None

@@ -9,7 +9,7 @@ import sys
 import pytest
 from rich.table import Table
 
-from caldera.tracking.console import CONSOLE, LogHandler, print_table
+from caldera.tracking.progress import CONSOLE, LogHandler, print_table
 
 LONG = "chosen for this machine: " + ", ".join(f"some.group.of.keys.number_{k}=1" for k in range(9))
 

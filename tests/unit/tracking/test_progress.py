@@ -8,8 +8,7 @@ from itertools import count
 import pytest
 
 from caldera.tracking import Tracking, TrainingProgress, progress_iter
-from caldera.tracking.console import CONSOLE
-from caldera.tracking.progress import _clock
+from caldera.tracking.progress import CONSOLE, _clock
 
 
 class Terminal(io.StringIO):

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
+from caldera.commands.repeat import command_of, differences, main
 from caldera.config.offline import EvaluationConfig
 from caldera.errors import DataError
-from caldera.trainer import bundle_files
-from caldera.trainer.bundle import read_bundle, write_bundle
-from caldera.trainer.bundle_files import fingerprint
-from caldera.trainer.repeat import command_of, differences, main
+from caldera.trainer import bundle
+from caldera.trainer.bundle import fingerprint, read_bundle, write_bundle
 
 OUTPUT_KEY = "evaluation.output_dir"
 
@@ -80,8 +79,8 @@ def test_what_has_changed_is_told(run: Path, config: EvaluationConfig) -> None:
 
 
 def test_large_files_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle_files, "BLOCK", 4)
-    monkeypatch.setattr(bundle_files, "HASHED_WHOLE", 8)
+    monkeypatch.setattr(bundle, "BLOCK", 4)
+    monkeypatch.setattr(bundle, "HASHED_WHOLE", 8)
     file = tmp_path / "weights"
     data = bytearray(range(200))
     file.write_bytes(data)
@@ -121,7 +120,7 @@ def test_functions_of_files_and_unreadable_files(tmp_path: Path) -> None:
         data_path: str = str(tmp_path / "x") * 2000  # longer than any name of a file
 
     (tmp_path / "own.py").write_text("def advantage(): ...\n")
-    files = bundle_files.fingerprints(Keys())
+    files = bundle.fingerprints(Keys())
     assert "sha256" in files["adv_estimator"][f"{tmp_path}/own.py"]
     assert fingerprint(tmp_path / "gone") == {"unreadable": "No such file or directory"}
     assert all(list(read) == ["unreadable"] for read in files["data_path"].values())

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from caldera.commands.merge_source import CheckpointModel, Reading
 from caldera.engine.checkpoints import save_distributed
 from caldera.errors import CheckpointError
 from caldera.trainer.checkpoint_manifest import verify, write_manifest
-from caldera.trainer.merge_source import CheckpointModel, Reading
 
 
 def test_a_flipped_byte_ends_a_merge(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from caldera.config import TrainerConfig
 from caldera.errors import CheckpointError, ConfigError
 from caldera.storage import fetching
-from caldera.trainer import checkpoint_uploads, remote_checkpoints
+from caldera.trainer import remote_checkpoints
 from caldera.trainer.checkpoint import TRACKER, CheckpointFolder
 
 PATIENCE = 30.0
@@ -249,13 +249,13 @@ def test_nobody_waits_for_ever(
         has_gone.set()
 
     mood.before_put = stand_still
-    monkeypatch.setattr(checkpoint_uploads, "STALL_S", 0.0)
+    monkeypatch.setattr(remote_checkpoints, "STALL_S", 0.0)
     checkpoints.save(1, write())
     checkpoints.close()
     assert "global_step_1; starting the run again uploads" in caplog.messages[-1]
     assert checkpoints.metrics() == {"checkpoint/failed_uploads": 1}
     may_go.set()
-    monkeypatch.setattr(checkpoint_uploads, "STALL_S", PATIENCE)
+    monkeypatch.setattr(remote_checkpoints, "STALL_S", PATIENCE)
     checkpoints.close()
     assert has_gone.is_set()
     assert not (remote / TRACKER).exists()

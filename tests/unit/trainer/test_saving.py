@@ -10,7 +10,7 @@ import pytest
 from caldera.config import TrainerConfig
 from caldera.errors import CheckpointError, RewardError, WorkerError
 from caldera.trainer.checkpoint import TRACKER, CheckpointFolder
-from caldera.trainer.saving import CheckpointSaves
+from caldera.trainer.loop import CheckpointSaves
 
 
 class Writer:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from caldera.commands.repeat import main
 from caldera.config import compose_config, config_to_dict
 from caldera.config.offline import EvaluationConfig
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.trainer.bundle import read_bundle, write_bundle
-from caldera.trainer.repeat import main
 from caldera.trainer.running import open_run
 from caldera.trainer.secrets import (
     is_shown_variable,

@@ -20,9 +20,8 @@ from caldera.core_algos import LossScale
 from caldera.errors import DataError
 from caldera.protocol import DataProto, tensors_of
 from caldera.single_controller import LocalWorkerGroup, ResourcePool
-from caldera.workers.objective import Objective
 from caldera.workers.preference import DIRECT, REWARD_MODEL, pair_batch
-from caldera.workers.supervised import SupervisedWorker
+from caldera.workers.supervised import Objective, SupervisedWorker
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{% endfor %}"

@@ -15,7 +15,7 @@ from caldera.errors import DataError
 from caldera.protocol import DataProto
 from caldera.single_controller import LocalWorkerGroup, ResourcePool, WorkerGroup
 from caldera.workers import RewardModelWorker
-from caldera.workers.reward_inputs import RewardInputs
+from caldera.workers.reward_model import RewardInputs
 
 Load = Callable[..., PPOTrainerConfig]
 BY_ROWS = "reward_model.micro_batch_size_per_gpu=2"

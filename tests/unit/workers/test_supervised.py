@@ -17,7 +17,7 @@ from caldera.protocol import DataProto
 from caldera.single_controller import LocalWorkerGroup, ResourcePool
 from caldera.trainer.metrics import rank_metrics
 from caldera.workers import SupervisedWorker
-from caldera.workers.objective import FINE_TUNING
+from caldera.workers.supervised import FINE_TUNING
 
 SAMPLES = [  # tokens, and where the next one is trained
     ([3, 4, 5, 6, 7, 8], [0, 0, 1, 1, 1, 0]),

@@ -193,7 +193,7 @@ _TOOL_SCHEMAS = ("OpenAIFunctionSchema", "OpenAIFunctionToolSchema")
 _LOOPS = _same(
     "caldera.agent_loop.base", "AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "register"
 )
-_SINGLE_TURN = _same("caldera.agent_loop.single_turn", "SingleTurnAgentLoop")
+_SINGLE_TURN = _same("caldera.agent_loop.sampling", "SingleTurnAgentLoop")
 _TOOL_AGENT = _same("caldera.agent_loop.tool_agent", "ToolAgentLoop")
 
 AGENTS = {
@@ -205,7 +205,7 @@ AGENTS = {
     "verl.tools.function_tool": _same("caldera.tools.function_tool", "function_tool"),
     "verl.tools.gsm8k_tool": _same("caldera.tools.gsm8k", "Gsm8kTool"),
     "verl.tools.search_tool": _same("caldera.tools.search", "SearchTool"),
-    "verl.tools.sandbox_fusion_tools": _same("caldera.tools.sandbox_fusion", "SandboxFusionTool"),
+    "verl.tools.sandbox_fusion_tools": _same("caldera.tools.programs", "SandboxFusionTool"),
     "verl.tools.mcp_base_tool": {"MCPBaseTool": "caldera.tools.mcp:MCPTool"},
     "verl.tools.mcp_search_tool": {"MCPSearchTool": "caldera.tools.mcp:MCPTool"},
     "verl.interactions.base": _same("caldera.interactions.base", "BaseInteraction"),
@@ -217,7 +217,7 @@ AGENTS = {
     "verl.experimental.agent_loop.single_turn_agent_loop": _SINGLE_TURN,
     "verl.experimental.agent_loop.tool_agent_loop": _TOOL_AGENT,
     "verl.experimental.agent_loop.tool_parser": _same(
-        "caldera.tools.parsing", "FunctionCall", "ToolParser"
+        "caldera.tools.formats", "FunctionCall", "ToolParser"
     ),
 }
 """Tools, interactions and agent loops."""

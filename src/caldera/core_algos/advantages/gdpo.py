@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from caldera.core_algos.advantages.base import AdvantageEstimator, Uids, register_adv_est
-from caldera.core_algos.advantages.group_relative import EPSILON, relative_to_group
-from caldera.core_algos.advantages.groups import Groups
+from caldera.core_algos.advantages.group_relative import EPSILON, Groups, relative_to_group
 from caldera.core_algos.advantages.tokens import count_tokens, spread, whiten_responses
 from caldera.errors import ConfigError, RewardError
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from caldera.core_algos.advantages.base import AdvantageEstimator, Uids, register_adv_est
-from caldera.core_algos.advantages.groups import Groups
-from caldera.core_algos.advantages.scan import reverse_scan
+from caldera.core_algos.advantages.gae import reverse_scan
+from caldera.core_algos.advantages.group_relative import Groups
 from caldera.core_algos.advantages.tokens import (
     KeptTokens,
     Moments,

@@ -11,7 +11,7 @@ from caldera.core_algos.rollout_correction.apply import (
     compute_offpolicy_metrics,
     compute_rollout_correction_and_rejection_mask,
 )
-from caldera.core_algos.rollout_correction.proxies import compute_variance_proxies
+from caldera.core_algos.rollout_correction.metrics import compute_variance_proxies
 
 __all__ = [
     "compute_offpolicy_metrics",

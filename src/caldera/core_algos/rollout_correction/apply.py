@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from caldera.config.rollout_correction import (
+    Rejection,
+    WeightBounds,
     check_is_level,
     parse_rejections,
     parse_weight_bounds,
 )
-from caldera.core_algos.masked import zero_outside
+from caldera.core_algos.masked import masked_mean, zero_outside
 from caldera.core_algos.rollout_correction.metrics import (
     Metrics,
     mismatch_metrics,
@@ -18,15 +22,85 @@ from caldera.core_algos.rollout_correction.metrics import (
     rejection_metrics,
     weight_metrics,
 )
-from caldera.core_algos.rollout_correction.rejection import rejection_statistic, within_bounds
-from caldera.core_algos.rollout_correction.weights import (
-    bound_weights,
-    importance_ratios,
-    log_ratios_of,
-    normalize_weights,
-)
 
-__all__ = ["compute_offpolicy_metrics", "compute_rollout_correction_and_rejection_mask"]
+# ---- Importance weights: how much more likely the trained policy is to sample what the sampler did
+
+MAX_LOG_RATIO = 20.0
+
+
+def safe_exp(exponents: Tensor) -> Tensor:
+    """e^x of x clamped to +-20, so that it and its square are finite."""
+    return exponents.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def log_ratios_of(old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """l of each token, clamped to +-20; 0 outside the mask. All are (B, R)."""
+    differences = zero_outside(old_log_prob - rollout_log_prob, mask)
+    return differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def importance_ratios(log_ratios: Tensor, mask: Tensor, level: str) -> Tensor:
+    """e^l of each token, or e^(sum of l) of its sequence; 0 outside the mask. All are (B, R)."""
+    if level == "sequence":
+        log_ratios = log_ratios.sum(-1, keepdim=True).expand_as(log_ratios)
+    return zero_outside(safe_exp(log_ratios), mask)
+
+
+def bound_weights(ratios: Tensor, bounds: WeightBounds) -> Tensor:
+    """Truncated importance sampling with one bound, IcePop with two."""
+    if bounds.lower is None:
+        return ratios.clamp(max=bounds.upper)
+    inside = (ratios >= bounds.lower) & (ratios <= bounds.upper)
+    return ratios.masked_fill(~inside, 0)
+
+
+def normalize_weights(weights: Tensor, mask: Tensor, level: str) -> Tensor:
+    """Scale to a mean of 1 over tokens or over sequences; weights that are all 0 stay so."""
+    kept = mask.bool()
+    if level == "sequence":
+        mean = masked_mean(masked_mean(weights, kept, dim=-1), kept.any(-1))
+    else:
+        mean = masked_mean(weights, kept)
+    return weights / torch.where(mean > 0, mean, 1)
+
+
+# ---- Rejection: statistics of the ratio by which tokens or whole sequences leave the loss token_k*
+# of each token                  k1 = -l
+#     seq_sum_k*   sum over a sequence's tokens   k2 = l^2 / 2
+#     seq_mean_k*  their mean                     k3 = e^l - 1 - l
+#     seq_max_k*   the largest of them
+#
+# Each of k1, k2 and k3 estimates KL(rollout || train) from samples of the rollout. k1 is signed; k2
+# and k3 are not, and large wherever the two policies differ.
+
+# Each is 0 where l is, and so outside the mask.
+_ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": torch.neg,
+    "k2": lambda log_ratios: 0.5 * log_ratios.square(),
+    "k3": lambda log_ratios: log_ratios.expm1() - log_ratios,
+}
+
+
+def rejection_statistic(log_ratios: Tensor, mask: Tensor, statistic: str) -> Tensor:
+    """One of RS_STATISTICS, (B, R); one of a sequence stands on each of its tokens."""
+    level, estimate = statistic.rsplit("_", 1)
+    values = _ESTIMATES[estimate](log_ratios)
+    if level == "token":
+        return values
+    if level == "seq_sum":
+        of_sequence = values.sum(-1)
+    elif level == "seq_mean":
+        of_sequence = masked_mean(values, mask, dim=-1)
+    else:
+        # The column of zeros changes no maximum, as k2 and k3 are not negative, but gives one to
+        # responses of width 0.
+        of_sequence = torch.nn.functional.pad(values, (0, 1)).amax(-1)
+    return zero_outside(of_sequence.unsqueeze(-1).expand_as(values), mask)
+
+
+def within_bounds(values: Tensor, rejection: Rejection) -> Tensor:
+    """Where the statistic is kept; not where it is NaN."""
+    return (values >= rejection.lower) & (values <= rejection.upper)
 
 
 @torch.no_grad()

@@ -9,36 +9,258 @@ Where nothing is split, rank 0 writes plain tensors as the one rank of W = 1.
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Collection, Sequence
+import logging
+import math
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 from torch.optim import Optimizer
 
-from caldera.engine.checkpoints.classic_files import (
-    CONFIG,
-    ClassicReader,
-    file_of,
-    has_flat_pieces,
-    ranks_of,
-    read_file,
-)
-from caldera.engine.checkpoints.loading import load_parts
-from caldera.engine.checkpoints.parts import (
+from caldera.engine.checkpoints.distributed import DAMAGE, GROUPS, MODEL, STATE, VALUES, has_peers
+from caldera.engine.checkpoints.loading import (
     OptimizerState,
     is_wrapped,
+    load_parts,
     model_tensors,
     optimizer_names,
     optimizer_state,
 )
-from caldera.engine.checkpoints.storage import has_peers
+from caldera.engine.checkpoints.safe_loading import load_file
+from caldera.engine.checkpoints.shards import Position
 from caldera.errors import CheckpointError
+
+# ---- Reading the files that ranks wrote each for itself, as one storage that holds whole tensors
+
+CONFIG = "fsdp_config.json"
+OUTDATED = (
+    "holds ShardedTensors of torch's, which are outdated and not read: write the checkpoint again "
+    "with a device_mesh for FullyShardedDataParallel, which makes DTensors"
+)
+SHARDED = "torch.distributed._shard.sharded_tensor."
+NOT_ITS_PROCESS = ("before loading ShardedTensor", "at save time was")
+"""What torch says when another process than wrote a ShardedTensor reads it."""
+_FILE = re.compile(r"(model|optim)_world_size_(\d+)_rank_\d+\.pt$")
+
+
+def file_of(folder: Path, kind: str, rank: int, ranks: int) -> Path:
+    """Where a rank writes its part of the model (`model`) or the optimiser (`optim`)."""
+    return folder / f"{kind}_world_size_{ranks}_rank_{rank}.pt"
+
+
+def ranks_of(folder: Path) -> int | None:
+    """How many ranks wrote the folder; None if it holds no such files."""
+    found = {int(match[2]) for path in folder.glob("*.pt") if (match := _FILE.match(path.name))}
+    if not found:
+        return None
+    config = folder / CONFIG
+    if len(found) > 1 and config.is_file():
+        found &= {json.loads(config.read_text())["world_size"]}
+    if len(found) != 1:
+        raise CheckpointError(f"{folder} holds files of several numbers of ranks")
+    return found.pop()
+
+
+def read_files(folder: Path, kind: str, ranks: int) -> list[dict[str, Any]] | None:
+    """Each rank's file, its tensors still on disk; None if no rank has written such a file."""
+    paths = [file_of(folder, kind, rank, ranks) for rank in range(ranks)]
+    missing = [path for path in paths if not path.is_file()]
+    if len(missing) == ranks:
+        return None
+    if missing:
+        raise CheckpointError(f"{missing[0]} is missing: the checkpoint is incomplete")
+    return [read_file(path) for path in paths]
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    try:
+        with _quiet_meshes():
+            found: dict[str, Any] = load_file(path, path, mmap=True)
+    except CheckpointError as error:
+        if SHARDED not in str(error):
+            raise
+        raise CheckpointError(f"{path} {OUTDATED}") from error
+    except DAMAGE as error:
+        if any(text in str(error) for text in NOT_ITS_PROCESS):
+            raise CheckpointError(f"{path} {OUTDATED}") from error
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if any(isinstance(value, ShardedTensor) for value in found.values()):
+        raise CheckpointError(f"{path} {OUTDATED}")
+    return found
+
+
+def has_flat_pieces(file: dict[str, Any]) -> bool:
+    """Whether one of several ranks kept pieces of flattened parameters, which no name tells."""
+    kept = [value for values in file["state"].values() for value in values.values()]
+    tensors = [value for value in kept if isinstance(value, Tensor) and value.dim() > 0]
+    return any(not isinstance(value, DTensor) for value in tensors)
+
+
+class ClassicReader(StorageReader):
+    """The files `model_world_size_{W}_rank_{R}.pt` and `optim_world_size_{W}_rank_{R}.pt`."""
+
+    def __init__(
+        self, folder: Path, contents: Collection[str], trained: Sequence[str] | None = None
+    ) -> None:
+        """`trained`: names of the parameters that the optimiser trains, in the model's order, for
+        files that count them instead of naming them."""
+        self._folder = folder
+        self._parts: dict[str, dict[tuple[int, ...], Tensor]] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._objects: dict[str, Any] = {}
+        ranks = ranks_of(folder)
+        if ranks is None:
+            raise CheckpointError(f"{folder} holds no files model_world_size_W_rank_R.pt")
+        if "model" in contents and (files := read_files(folder, "model", ranks)):
+            self._add([{MODEL + name: one for name, one in file.items()} for file in files])
+        if "optimizer" in contents and (files := read_files(folder, "optim", ranks)):
+            self._add_optimizer(files, trained)
+        self._check_complete()
+
+    def _add_optimizer(self, files: list[dict[str, Any]], trained: Sequence[str] | None) -> None:
+        groups = _named_groups(files[0]["param_groups"], trained, self._folder)
+        names = {
+            number: name
+            for group, saved in zip(groups, files[0]["param_groups"], strict=True)
+            for number, name in zip(saved["params"], group["params"], strict=True)
+        }
+        values: dict[str, dict[str, Any]] = {}
+        flat: list[dict[str, Any]] = []
+        for file in files:
+            flat.append({})
+            for number, kept in file["state"].items():
+                for key, value in kept.items():
+                    if isinstance(value, Tensor):
+                        flat[-1][f"{STATE}{names[number]}.{key}"] = value
+                    else:
+                        values.setdefault(names[number], {})[key] = value
+        self._add(flat)
+        self._objects |= {GROUPS: groups, VALUES: values}
+
+    def _add(self, files: list[dict[str, Any]]) -> None:
+        for rank, file in enumerate(files):
+            position = Position(rank, len(files), file.values())
+            for key, value in file.items():
+                if not isinstance(value, Tensor):
+                    raise CheckpointError(f"{self._folder}: {key} is no tensor: {type(value)}")
+                offset, part = (0,) * value.dim(), value
+                if isinstance(value, DTensor):
+                    try:
+                        offset, part = position.offset(value), value.to_local()
+                    except ValueError as error:
+                        raise CheckpointError(
+                            f"{self._folder}: {key} of rank {rank} cannot be placed: {error}"
+                        ) from error
+                self._shapes.setdefault(key, value.shape)
+                if part.numel() > 0 or value.numel() == 0:
+                    self._parts.setdefault(key, {}).setdefault(offset, part)
+
+    def _check_complete(self) -> None:
+        for key, parts in self._parts.items():
+            found, whole = (
+                sum(part.numel() for part in parts.values()),
+                math.prod(self._shapes[key]),
+            )
+            if found != whole:
+                raise CheckpointError(
+                    f"{self._folder} is incomplete: {found} of {whole} elements of {key}"
+                )
+
+    # ---- what torch.distributed.checkpoint asks for
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        stored: dict[str, Any] = {key: BytesStorageMetadata() for key in self._objects}
+        for key, parts in self._parts.items():
+            kind = TensorProperties(dtype=next(iter(parts.values())).dtype)
+            chunks = [
+                ChunkStorageMetadata(torch.Size(offset), part.shape)
+                for offset, part in parts.items()
+            ]
+            stored[key] = TensorStorageMetadata(kind, self._shapes[key], chunks)
+        return Metadata(stored)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            key = item.storage_index.fqn
+            if item.type == LoadItemType.BYTE_IO:
+                packed = io.BytesIO()
+                torch.save(self._objects[key], packed)
+                packed.seek(0)
+                planner.load_bytes(item, packed)
+                continue
+            part = self._parts[key][tuple(item.storage_index.offset or ())]
+            for dim, (begin, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                part = part.narrow(dim, begin, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """There is nothing to forget: a reader is of one folder."""
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """All is read already, but for the tensors' elements."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def _named_groups(
+    groups: list[dict[str, Any]], trained: Sequence[str] | None, folder: Path
+) -> list[dict[str, Any]]:
+    """The groups with names instead of numbers under `params`."""
+    if all("param_names" in group for group in groups):
+        return [{**group, "params": group["param_names"]} for group in groups]
+    count = sum(len(group["params"]) for group in groups)
+    if trained is None or len(groups) != 1 or count != len(trained):
+        raise CheckpointError(
+            f"{folder} is of another optimiser: it trains {count} parameters in {len(groups)} "
+            f"groups, this run {len(trained or ())}"
+        )
+    return [{**groups[0], "params": list(trained)}]
+
+
+@contextmanager
+def _quiet_meshes() -> Iterator[None]:
+    """torch warns of each tensor whose mesh has no processes here; none is used as a mesh."""
+    logger = logging.getLogger("torch.distributed.device_mesh")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def save_classic(

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.tensor as dtensor
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from caldera.engine.checkpoints.parts import (
-    OptimizerState,
-    is_wrapped,
-    model_tensors,
-    optimizer_names,
-    restore_model,
-    restore_optimizer,
-)
-from caldera.engine.checkpoints.storage import (
+from caldera.engine.checkpoints.distributed import (
     GROUPS,
     MODEL,
     STATE,
@@ -34,6 +37,170 @@ from caldera.engine.checkpoints.storage import (
     stored_under,
 )
 from caldera.errors import CheckpointError
+
+# ---- The state of a root module and its optimiser, as tensors under the names of the inner module
+#
+# A root is plain, wrapped by FullyShardedDataParallel, or sharded by fully_shard, where its layers
+# may be split by tensor parallelism too. Sharded tensors are DTensors, of which a rank holds its
+# part: nothing here gathers more than one layer at a time.
+
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""What wrappers add to the names of parameters."""
+MANNER = ("capturable", "differentiable", "foreach", "fused")
+"""Options that say how an optimiser computes, not what: they stay as it was built."""
+
+
+@dataclass
+class OptimizerState:
+    """What an optimiser remembers, by names of parameters."""
+
+    groups: list[dict[str, Any]]
+    """The options of each group, and the names of its parameters under `params`."""
+    values: dict[str, dict[str, Any]]
+    """What is kept of each parameter: tensors and plain values."""
+
+
+def is_wrapped(root: nn.Module) -> bool:
+    """Whether the root is sharded by FullyShardedDataParallel, which flattens parameters."""
+    return isinstance(root, FullyShardedDataParallel)
+
+
+def model_tensors(root: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """Every tensor of the model: its own memory, or copies of the parts of a wrapped root."""
+    _reshard(root)
+    with _without_warnings():
+        state = get_model_state_dict(root)
+    return {name.removeprefix(prefix): cast(Tensor, value) for name, value in state.items()}
+
+
+def restore_model(root: nn.Module, tensors: dict[str, Tensor], prefix: str) -> None:
+    """Give the model the tensors that `model_tensors` told, filled meanwhile."""
+    if is_wrapped(root):  # all others are the model's own memory
+        with _without_warnings():
+            set_model_state_dict(root, {prefix + name: value for name, value in tensors.items()})
+
+
+def optimizer_names(root: nn.Module, optimizer: Optimizer, prefix: str) -> list[list[str]]:
+    """The names of the parameters in each group of the optimiser."""
+    if isinstance(root, FullyShardedDataParallel):
+        groups = optimizer.state_dict()["param_groups"]
+        found = _named_by_wrapper(root, optimizer, {"state": {}, "param_groups": groups}, prefix)
+        return [group["params"] for group in found.groups]
+    names = _names(root, prefix)
+    return [[names[one] for one in group["params"]] for group in optimizer.param_groups]
+
+
+def optimizer_state(root: nn.Module, optimizer: Optimizer, prefix: str) -> OptimizerState:
+    """What the optimiser remembers: its own memory, or copies of the parts of a wrapped root."""
+    _reshard(root)
+    if isinstance(root, FullyShardedDataParallel):
+        return _named_by_wrapper(root, optimizer, optimizer.state_dict(), prefix)
+    names = _names(root, prefix)
+    groups = [
+        {**group, "params": [names[one] for one in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return OptimizerState(groups, {names[one]: dict(kept) for one, kept in optimizer.state.items()})
+
+
+def restore_optimizer(
+    root: nn.Module, optimizer: Optimizer, state: OptimizerState, prefix: str
+) -> None:
+    """Have the optimiser remember this and nothing else; its groups are those it was built with."""
+    saved = {name: group for group in state.groups for name in group["params"]}
+    for group, names in zip(
+        optimizer.param_groups, optimizer_names(root, optimizer, prefix), strict=True
+    ):
+        for option, value in saved[names[0]].items() if names else ():
+            if option not in ("params", "param_names", *MANNER):
+                group[option] = value
+    optimizer.state.clear()
+    if isinstance(root, FullyShardedDataParallel):
+        kept = _flattened_by_wrapper(root, optimizer, state, prefix)
+    else:
+        parameters = {name: one for one, name in _names(root, prefix).items()}
+        kept = {parameters[name]: values for name, values in state.values.items()}
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            if one in kept:
+                optimizer.state[one] = _placed(kept[one], one, group)
+
+
+def _placed(kept: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    """Single numbers are on the parameter's device, but a count of steps only where that helps."""
+    count_there = bool(group.get("fused") or group.get("capturable"))
+    return {
+        key: value.to(parameter.device)
+        if isinstance(value, Tensor) and value.dim() == 0 and (key != "step" or count_there)
+        else value
+        for key, value in kept.items()
+    }
+
+
+def _names(root: nn.Module, prefix: str) -> dict[Tensor, str]:
+    found: dict[Tensor, str] = {}
+    for name, parameter in root.named_parameters():
+        for wrapper in WRAPPERS:
+            name = name.replace(wrapper, "")
+        found[parameter] = name.removeprefix(prefix)
+    return found
+
+
+def _reshard(root: nn.Module) -> None:
+    """A forward pass without gradient leaves the root's own parameters gathered."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _named_by_wrapper(
+    root: FullyShardedDataParallel, optimizer: Optimizer, state: dict[str, Any], prefix: str
+) -> OptimizerState:
+    with _sharded_states(root):
+        named = FullyShardedDataParallel.optim_state_dict(root, optimizer, state)
+    for group in named["param_groups"]:
+        group["params"] = [name.removeprefix(prefix) for name in group["params"]]
+    values = {name.removeprefix(prefix): kept for name, kept in named["state"].items()}
+    return OptimizerState(named["param_groups"], values)
+
+
+def _flattened_by_wrapper(
+    root: FullyShardedDataParallel, optimizer: Optimizer, state: OptimizerState, prefix: str
+) -> dict[Tensor, dict[str, Any]]:
+    named = {
+        "state": {prefix + name: kept for name, kept in state.values.items()},
+        "param_groups": [
+            {**group, "params": [prefix + name for name in group["params"]]}
+            for group in state.groups
+        ],
+    }
+    with _sharded_states(root):
+        flat = FullyShardedDataParallel.optim_state_dict_to_load(root, optimizer, named)
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    return {parameters[place]: kept for place, kept in flat["state"].items()}
+
+
+@contextmanager
+def _sharded_states(root: FullyShardedDataParallel) -> Iterator[None]:
+    with (
+        _without_warnings(),
+        FullyShardedDataParallel.state_dict_type(
+            root,
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(),
+            ShardedOptimStateDictConfig(),
+        ),
+    ):
+        yield
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """torch calls itself outdated each time that a state is taken from its own wrapper."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
 
 SHOWN = 3
 """Names that an error lists before it counts the rest."""

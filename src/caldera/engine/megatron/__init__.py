@@ -14,7 +14,7 @@ from torch import nn
 from caldera.engine.base import ENGINES, Engine, EngineOptions
 from caldera.errors import ConfigError
 from caldera.installation import install_command
-from caldera.models.fresh import WeightSource
+from caldera.models.pretrained import WeightSource
 
 
 def require_megatron(asked: str) -> None:

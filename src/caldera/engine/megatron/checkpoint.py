@@ -24,19 +24,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 from caldera.config import CheckpointConfig
 from caldera.engine.checkpoints import PendingSave, open_folder, save_named
-from caldera.engine.checkpoints.loading import check_model, read_plain_state
-from caldera.engine.checkpoints.parts import OptimizerState
-from caldera.engine.checkpoints.storage import (
+from caldera.engine.checkpoints.distributed import (
     MODEL,
     STATE,
     read_alone,
     stored_metadata,
     stored_under,
 )
+from caldera.engine.checkpoints.loading import OptimizerState, check_model, read_plain_state
 from caldera.engine.megatron.groups import Places
-from caldera.engine.megatron.names import Piece
 from caldera.engine.megatron.optim import Optimizer
-from caldera.engine.megatron.weights import Weights
+from caldera.engine.megatron.weights import Piece, Weights
 from caldera.engine.saving import RoleCheckpoint
 from caldera.errors import CheckpointError
 from caldera.models.forward import base_module

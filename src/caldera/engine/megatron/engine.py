@@ -28,22 +28,18 @@ from caldera.engine.base import (
 from caldera.engine.megatron.checkpoint import MegatronCheckpoint
 from caldera.engine.megatron.cpu import stand_ins
 from caldera.engine.megatron.groups import arrange
-from caldera.engine.megatron.memory import Parking
-from caldera.engine.megatron.names import find_pieces
-from caldera.engine.megatron.optim import Optimizer
-from caldera.engine.megatron.outputs import find_outputs
-from caldera.engine.megatron.packing import MicroBatch, cut, pack
-from caldera.engine.megatron.schedule import infer_all, train_all
+from caldera.engine.megatron.head import find_outputs
+from caldera.engine.megatron.optim import Optimizer, Parking
+from caldera.engine.megatron.schedule import MicroBatch, cut, infer_all, pack, train_all
 from caldera.engine.megatron.shape import transformer_config
 from caldera.engine.megatron.stage import Stage
-from caldera.engine.megatron.weights import Shard, Weights
-from caldera.engine.packing import PackedRows
+from caldera.engine.megatron.weights import Shard, Weights, find_pieces
+from caldera.engine.packed_model import PackedRows
 from caldera.errors import UnsupportedError
 from caldera.models.flops import Arithmetic
-from caldera.models.forward import base_module
-from caldera.models.fresh import WeightSource
+from caldera.models.forward import base_module, send, send_rows
 from caldera.models.loading import DTYPES
-from caldera.models.transfer import send, send_rows
+from caldera.models.pretrained import WeightSource
 from caldera.protocol import DataProto, tensors_of
 
 

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from caldera.models.head import HeadGradients, HeadOutput, chunk_rows, row_operations
+from caldera.engine.base import ForwardPlan, Outputs
+from caldera.engine.megatron.groups import Places
+from caldera.engine.megatron.stage import Stage
+from caldera.engine.packed_model import PackedRows
+from caldera.models.head import HeadGradients, HeadOutput, chunk_rows, head_outputs, row_operations
 
 NOWHERE = -1e30
 """The logit of a word that does not exist, and stands for the labels of other ranks. It is finite:
@@ -126,3 +132,45 @@ def _of_all_ranks(found: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]
     # A rank's entropy is its normaliser less its mean logit.
     mean_logit = (share * (normaliser - entropy)).sum(0)
     return label.sum(0), whole, whole - mean_logit, (share.square() * squares).sum(0)
+
+
+# ---- From the last stage's hidden states to what a plan asks for
+
+
+def find_outputs(
+    stage: Stage, hidden: Tensor, packed: PackedRows, plan: ForwardPlan, places: Places, words: int
+) -> Outputs:
+    """Each (B, R), on all ranks that have the last stage of these rows. `words`: the vocabulary."""
+    is_cut = stage.has_language_head and places.tp_size > 1
+    chosen = _at_places(hidden, packed, stage.config.sequence_parallel, is_cut)  # (n, H)
+    weight = stage.head_weight
+    if not stage.has_language_head:
+        bias = cast(Tensor | None, stage.output_layer.bias)
+        values = F.linear(chosen.to(weight.dtype), weight, bias).squeeze(-1)
+        precise = values.to(torch.promote_types(values.dtype, torch.float32))
+        return {plan.outputs[0]: packed.unpack(precise)}
+    if is_cut:
+        start = places.tp_rank * len(weight)
+        size = min(max(words - start, 0), len(weight))
+        part = VocabularyPart(start, size, places.tp_group)
+        found = cut_head_outputs(
+            chosen, weight, packed.labels, plan.temperature, plan.outputs, part
+        )
+    else:
+        found = head_outputs(chosen, weight, packed.labels, plan.temperature, plan.outputs)
+    return {name: packed.unpack(value) for name, value in found.items()}
+
+
+def _at_places(hidden: Tensor, packed: PackedRows, is_shared: bool, is_cut: bool) -> Tensor:
+    """Hidden states (n, H) of the tokens at which something is computed.
+
+    `is_shared`: tensor-parallel ranks have parts of the tokens. `is_cut`: each of them goes on to
+    compute another part of the outcome, so that their gradients are added up.
+    """
+    if is_shared:
+        hidden = tensor_parallel.gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=is_cut
+        )
+    elif is_cut:
+        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+    return hidden[:, 0].index_select(0, packed.predictors)

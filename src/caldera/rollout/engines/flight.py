@@ -10,9 +10,9 @@ from caldera.rollout.base import (
     OnFinished,
     OnToken,
     Request,
+    completes_a_stop,
 )
 from caldera.rollout.engines.host.caldera_engine.base import Event
-from caldera.rollout.stops import completes_a_stop
 from caldera.seeds import derive_seed
 
 NOWHERE = -1

@@ -7,17 +7,72 @@ import socket
 import subprocess
 import tempfile
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+import torch.distributed as dist
+
+from caldera.config.rollout_checks import check_sampling_ranks
 from caldera.errors import RolloutError
+from caldera.rollout.engines.build import reseeded
 from caldera.rollout.engines.host import __path__ as host_path
 from caldera.rollout.engines.host.caldera_engine.base import Event
 from caldera.rollout.engines.host.caldera_engine.buckets import Adapter, Bucket
 from caldera.rollout.engines.host.caldera_engine.frames import Frames, Message
-from caldera.rollout.engines.options import reseeded
-from caldera.rollout.engines.ranks import VISIBLE_DEVICES
+
+# ---- One engine over the devices of several ranks: the first of them runs it
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+class EngineRanks:
+    """Consecutive ranks of the run, on one node, whose devices one engine uses."""
+
+    def __init__(self, members: list[int], group: dist.ProcessGroup, device: torch.device) -> None:
+        """To be made by every member at once; `group` is of the hosts."""
+        self._group = group
+        self.leads = dist.get_rank() == members[0]
+        """Whether the engine is this rank's."""
+        found: list[str | None] = [None] * len(members)
+        dist.all_gather_object(found, _device_name(device), group)
+        self.devices = [name for name in found if name is not None]
+        """The GPUs of all members, as CUDA_VISIBLE_DEVICES names them; none on CPUs."""
+
+    @classmethod
+    def join(cls, size: int, device: torch.device) -> EngineRanks | None:
+        """The ranks that this one shares an engine with; None: its engine is its own.
+
+        Every rank of the run must come here. A run of one rank shares nothing: its engine has the
+        devices that the process sees.
+        """
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if size == 1 or ranks == 1:
+            return None
+        check_sampling_ranks(size, ranks)
+        found: EngineRanks | None = None
+        for start in range(0, ranks, size):
+            members = list(range(start, start + size))
+            group = dist.new_group(members, backend="gloo")
+            if dist.get_rank() in members:
+                found = cls(members, group, device)
+        return found
+
+    def wait(self) -> None:
+        """Return once every member has come here."""
+        dist.barrier(self._group)
+
+
+def _device_name(device: torch.device) -> str | None:
+    """Of a GPU, as a process that sees others would have to name it."""
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    visible = os.environ.get(VISIBLE_DEVICES)
+    return visible.split(",")[index].strip() if visible else str(index)
+
 
 OF_THIS_PROCESS = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -189,3 +244,42 @@ def _end(process: subprocess.Popen[bytes], frames: Frames, log: IO[bytes]) -> No
         process.kill()
         process.wait()
     log.close()
+
+
+# ---- Which of several engines serves a request
+
+SESSIONS_REMEMBERED = 10_000
+
+
+class StickyRouter:
+    """The one with the fewest requests; those of one session go where its first one went, where
+    what they begin with is cached."""
+
+    def __init__(self, replicas: int, remembered: int = SESSIONS_REMEMBERED) -> None:
+        """Of sessions, the `remembered` that were used last are."""
+        self._in_flight = [0] * replicas
+        self._remembered = remembered
+        self._homes: OrderedDict[str, int] = OrderedDict()
+
+    def choose(self, session: str | None = None) -> int:
+        """A replica for one request, which counts until it is released."""
+        home = None if session is None else self._homes.get(session)
+        if home is None:
+            home = min(range(len(self._in_flight)), key=self._in_flight.__getitem__)
+        if session is not None:
+            self._homes[session] = home
+            self._homes.move_to_end(session)
+            if len(self._homes) > self._remembered:
+                self._homes.popitem(last=False)
+        self._in_flight[home] += 1
+        return home
+
+    def release(self, replica: int) -> None:
+        """One of its requests has ended."""
+        assert self._in_flight[replica] > 0, "it was chosen before"
+        self._in_flight[replica] -= 1
+
+    @property
+    def in_flight(self) -> list[int]:
+        """How many requests each has."""
+        return list(self._in_flight)

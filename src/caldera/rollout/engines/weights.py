@@ -2,16 +2,302 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+import json
+import os
+import re
+import shutil
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from caldera.errors import RolloutError
+from caldera.models.adapters import ADAPTER, adapted_layers, saved_name
+from caldera.models.forward import base_module
 from caldera.models.loading import exported_weights
-from caldera.rollout.engines.adapters import AdapterFolders, told_of_merging
-from caldera.rollout.engines.cuda_ipc import CudaBuckets
-from caldera.rollout.engines.files import NamedWeights, WeightFiles
+from caldera.rollout.engines.build import KEY
 from caldera.rollout.engines.host.caldera_engine.base import SteppedEngine
+from caldera.rollout.engines.host.caldera_engine.buckets import (
+    ADAPTER_FILE,
+    ALIGNMENT,
+    Adapter,
+    Bucket,
+    checksum,
+    file_checksum,
+    map_file,
+)
+from caldera.storage.locks import own_folder
+
+# ---- Weights on their way to an engine: files of shared memory, a bucket in each
+
+SHARED_MEMORY = Path("/dev/shm")
+
+NamedWeights = Iterable[tuple[str, Tensor]]
+
+
+class WeightFiles:
+    """The newest weights, all of them: an engine that was started anew reads them again."""
+
+    def __init__(self, dtype: torch.dtype, bucket_bytes: int, root: Path = SHARED_MEMORY) -> None:
+        """Weights are kept in `dtype`; a file has `bucket_bytes`, or one tensor that is larger."""
+        self._dtype = dtype
+        self._bucket_bytes = bucket_bytes
+        self._folder = own_folder("caldera-weights", root)
+        self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self.buckets: list[Bucket] = []
+
+    def write(self, stream: NamedWeights) -> None:
+        """Replace all weights by those of the stream."""
+        self.clear()
+        for weights, size in in_buckets(stream, self._dtype, self._bucket_bytes):
+            self.buckets.append(self._bucket(weights, size))
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        for file in self._folder.iterdir():
+            file.unlink()
+        self.buckets = []
+
+    def push(self, engine: SteppedEngine) -> None:
+        """Have the engine read them all."""
+        for place, bucket in enumerate(self.buckets):
+            engine.load_bucket(bucket, place == 0)
+
+    def close(self) -> None:
+        self._remove()
+
+    def _bucket(self, weights: list[tuple[str, Tensor]], size: int) -> Bucket:
+        path = self._folder / f"{len(self.buckets):05d}"
+        _allocate(path, size)
+        memory = map_file(str(path), size)
+        entries = fill(memory, weights, self._dtype)
+        return {
+            "path": str(path), "bytes": size, "checksum": checksum(memory), "entries": entries,
+        }  # fmt: skip
+
+
+class NoFiles(WeightFiles):
+    """Of a rank whose engine is another's: weights that ranks gather together pass by."""
+
+    def write(self, stream: NamedWeights) -> None:
+        for _ in stream:
+            pass
+
+
+def in_buckets(
+    stream: NamedWeights, dtype: torch.dtype, bucket_bytes: int
+) -> Iterator[tuple[list[tuple[str, Tensor]], int]]:
+    """Weights that fit a bucket together, or one that does not, and the bytes that they take."""
+    waiting: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, weight in stream:
+        own = _aligned(weight.numel() * dtype.itemsize)
+        if waiting and size + own > bucket_bytes:
+            yield waiting, size
+            waiting, size = [], 0
+        waiting.append((name, weight))
+        size += own
+    if waiting:
+        yield waiting, size
+
+
+def fill(memory: Tensor, weights: list[tuple[str, Tensor]], dtype: torch.dtype) -> list[list[Any]]:
+    """Copy weights into memory (bytes,), one behind the other; returns a bucket's entries."""
+    entries, offset = [], 0
+    with torch.no_grad():
+        for name, weight in weights:
+            length = weight.numel() * dtype.itemsize
+            place = memory[offset : offset + length].view(dtype)
+            place.view(weight.shape).copy_(weight)
+            entries.append([name, str(dtype).removeprefix("torch."), list(weight.shape), offset])
+            offset += _aligned(length)
+    return entries
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _allocate(path: Path, size: int) -> None:
+    """Reserve the memory now: a write into memory that is not there would end the process."""
+    with path.open("wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise RolloutError(
+                f"{path.parent} has no room for {size} bytes of weights: {error.strerror}. "
+                "Engines take weights from shared memory, which must hold the whole model; "
+                "containers have more of it with --shm-size"
+            ) from error
+
+
+# ---- Weights on their way to an engine on the same GPU: one buffer there, filled again and again
+
+Handle = list[object]
+
+
+class CudaBuckets:
+    """Pushes weights bucket by bucket; nothing of them is kept."""
+
+    def __init__(self, dtype: torch.dtype, bucket_bytes: int, device: torch.device) -> None:
+        """Weights go over in `dtype`; a bucket has `bucket_bytes`, or one tensor that is larger."""
+        self._dtype = dtype
+        self._bucket_bytes = bucket_bytes
+        self._device = device
+
+    def push(self, stream: NamedWeights, engine: SteppedEngine) -> None:
+        """Have an engine of another process read all weights of the stream, which may be on any
+        device. The buffer is given back in the end."""
+        buffer, first = torch.empty(0, dtype=torch.uint8, device=self._device), True
+        for weights, size in in_buckets(stream, self._dtype, self._bucket_bytes):
+            if size > len(buffer):
+                buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            entries = fill(buffer, weights, self._dtype)
+            found = checksum(buffer[:size])  # which waits until they are there
+            # A handle each time: PyTorch counts them against those that were read and given back.
+            handle = _handle(buffer)
+            bucket = {"cuda": handle, "bytes": size, "checksum": found, "entries": entries}
+            engine.load_bucket(bucket, first)
+            first = False
+        del buffer
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()  # the engine needs the memory now
+
+
+def _handle(buffer: torch.Tensor) -> Handle:
+    """How another process finds the buffer, as it can be written in JSON."""
+    parts = buffer.untyped_storage()._share_cuda_()
+    return [{"hex": part.hex()} if isinstance(part, bytes) else part for part in parts]
+
+
+# ---- A LoRA adapter on its way to an engine: a folder in peft's format, in shared memory
+
+LARGEST_RANK = 512
+"""That vLLM has kernels for."""
+BESIDE = {"q_proj": "v_proj", "k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""SGLang has some layers as one, and takes adapters of these only beside those of others."""
+OF_SGLANG = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj")
+"""Layers of dense models, which SGLang finds by these names."""
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """What an engine must know of an adapter before it comes."""
+
+    rank: int
+    """The largest of all layers."""
+    targets: list[str]
+    """Names of layers, without the path to them."""
+    settings: dict[str, Any]
+    """Content of adapter_config.json."""
+
+
+def adapter_shape(module: nn.Module) -> AdapterShape | None:
+    """Of a module's adapter; None if it has none."""
+    layers = adapted_layers(base_module(module))
+    if not layers:
+        return None
+    lora: Any = module.peft_config[ADAPTER]  # type: ignore[index]
+    targets = sorted({name.rpartition(".")[2] for name in layers})
+    ranks = [lora.r, *lora.rank_pattern.values()]
+    settings = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "target_modules": targets,
+        "r": lora.r, "lora_alpha": lora.lora_alpha, "use_rslora": lora.use_rslora,
+        "rank_pattern": dict(lora.rank_pattern), "alpha_pattern": dict(lora.alpha_pattern),
+    }  # fmt: skip
+    return AdapterShape(max(ranks), targets, settings)
+
+
+def why_merged(name: str, module: nn.Module, device: torch.device) -> str | None:
+    """Why an engine cannot have a module's adapter as such; None if it can."""
+    if any(".modules_to_save." in each for each, _ in module.named_parameters()):
+        return "whole layers are trained with it"
+    for layer in adapted_layers(base_module(module)).values():
+        if ADAPTER in layer.lora_embedding_A or layer.fan_in_fan_out:
+            return "it adapts other layers than linear ones"
+    shape = adapter_shape(module)
+    if shape is None:
+        return None
+    if name == "sglang":
+        return _why_not_sglang(module, shape, device)
+    if shape.rank > LARGEST_RANK:
+        return f"its rank is {shape.rank}, and vLLM takes {LARGEST_RANK} at most"
+    return None
+
+
+def _why_not_sglang(module: nn.Module, shape: AdapterShape, device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return "Caldera brings adapters to SGLang on CPUs alone"
+    if any(shape.settings[key] for key in ("use_rslora", "rank_pattern", "alpha_pattern")):
+        return "SGLang scales every layer by lora_alpha / lora_rank"
+    layers = adapted_layers(base_module(module))
+    has_keys = any(layer.endswith(".k_proj") for layer in layers)
+    for layer in layers:
+        if not OF_SGLANG.fullmatch(layer):
+            return f"SGLang may not know {layer} by that name"
+        block, _, own = layer.rpartition(".")
+        needed = BESIDE.get(own)
+        if needed is not None and f"{block}.{needed}" not in layers:
+            return f"SGLang takes {layer} only beside {needed}"
+        if own == "q_proj" and has_keys and f"{block}.k_proj" not in layers:
+            return f"SGLang takes {layer} only beside k_proj, as others have it"
+    return None
+
+
+@contextmanager
+def told_of_merging(engine: str | None) -> Iterator[None]:
+    """If an `engine` that has an adapter fails, the error says how to do without."""
+    try:
+        yield
+    except (RolloutError, RuntimeError, ValueError) as error:
+        if engine is None:
+            raise
+        raise RolloutError(
+            f"{error}\nIf it is the LoRA adapter that {engine} cannot have: "
+            f"{KEY}.engine_kwargs.{engine}.enable_lora=False merges it into the weights"
+        ) from error
+
+
+class AdapterFolders:
+    """The newest adapter: an engine that was started anew reads it again."""
+
+    def __init__(self, engine: str, shape: AdapterShape, root: Path = SHARED_MEMORY) -> None:
+        self.engine = engine
+        """Whose adapter it is: vllm or sglang."""
+        self._shape = shape
+        self._root = own_folder("caldera-adapter", root)
+        self._remove = weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
+        self._count = 0
+        self.newest: Adapter | None = None
+
+    def write(self, weights: dict[str, Tensor]) -> None:
+        """Replace the adapter by these tensors, which have peft's names."""
+        self.clear()
+        folder = self._root / str(self._count)
+        self._count += 1
+        folder.mkdir()
+        config = json.dumps(self._shape.settings)
+        (folder / "adapter_config.json").write_text(config, encoding="utf-8")
+        # contiguous and apart, as safetensors takes them
+        own = {saved_name(name): weight.detach().cpu().clone() for name, weight in weights.items()}
+        file = folder / ADAPTER_FILE
+        save_file(own, file)
+        self.newest = {"path": str(folder), "checksum": file_checksum(str(file))}
+
+    def clear(self) -> None:
+        """There is none any more."""
+        if self.newest is not None:
+            shutil.rmtree(self.newest["path"])
+        self.newest = None
+
+    def close(self) -> None:
+        self._remove()
 
 
 class WeightSource(Protocol):

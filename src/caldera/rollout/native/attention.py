@@ -15,7 +15,7 @@ from caldera.models.attention import (
     flash_attention,
 )
 from caldera.models.exact_mode import in_exactness
-from caldera.models.transfer import send
+from caldera.models.forward import send
 from caldera.rollout.native.blocks import PAGE_SIZE, IntArray
 from caldera.rollout.native.cache import KVCache
 from caldera.rollout.native.steps import Step

@@ -37,15 +37,13 @@ from caldera.rollout.native.cache import (
     give_back_memory,
     too_small,
 )
-from caldera.rollout.native.cpu.runner import PackedRunner
-from caldera.rollout.native.cpu.weights import can_pack
-from caldera.rollout.native.flights import Flight
+from caldera.rollout.native.cpu.runner import PackedRunner, can_pack
 from caldera.rollout.native.runner import Runner
 from caldera.rollout.native.running import Running, Sequence
 from caldera.rollout.native.sampler import sample
 from caldera.rollout.native.scheduler import Scheduler
-from caldera.rollout.native.steps import Prefill, Step
-from caldera.rollout.precision import sampling_dtype, sampling_precision
+from caldera.rollout.native.steps import Flight, Prefill, Step
+from caldera.rollout.weights import sampling_dtype, sampling_precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -8,10 +8,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caldera.rollout.base import Decode, FinishReason, OnFinished, OnToken, Request
+from caldera.rollout.base import (
+    Decode,
+    FinishReason,
+    OnFinished,
+    OnToken,
+    Request,
+    completes_a_stop,
+    window_of,
+)
 from caldera.rollout.native.blocks import IntArray, pages_for, widened
 from caldera.rollout.native.sampler import Penalties, SamplingRows
-from caldera.rollout.stops import completes_a_stop, window_of
 
 NO_TOKEN = -1
 NO_ROW = -1

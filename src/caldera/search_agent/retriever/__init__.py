@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from caldera.search_agent.retriever.building import BuildOptions, add_passages, build_index
+from caldera.search_agent.retriever.command import BuildOptions, add_passages, build_index
 from caldera.search_agent.retriever.index import Hit, Index
 from caldera.search_agent.retriever.server import RetrieverServer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from caldera.tracking.loggers import (
+from caldera.tracking.tracking import (
     GENERATION_COLUMNS,
     GENERATIONS,
     LOGGERS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from caldera.tracking.loggers import (
+from caldera.tracking.tracking import (
     GENERATION_COLUMNS,
     GENERATIONS,
     LOGGERS,

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from caldera.tracking.loggers import (
+from caldera.tracking.tracking import (
     GENERATION_COLUMNS,
     GENERATIONS,
     LOGGERS,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from caldera.tracking.loggers import (
+from caldera.tracking.tracking import (
     GENERATION_COLUMNS,
     GENERATIONS,
     LOGGERS,

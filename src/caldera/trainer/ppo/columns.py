@@ -2,17 +2,92 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from caldera.config import PPOTrainerConfig
 from caldera.data import RLHFDataset
+from caldera.data.files import Row, first_of, is_null
 from caldera.errors import ConfigError, DataError
 from caldera.reward import NaiveRewardManager, RewardManager, is_built_in
 from caldera.reward.default import scores_by_source
-from caldera.reward_score.requirements import check_scorer
-from caldera.trainer.ppo.truths import check_truths, is_judged
+from caldera.reward_score.routing import check_scorer, find_scorer, reads_truth
 
-__all__ = ["check_columns"]
+logger = logging.getLogger(__name__)
+
+
+# ---- Rows whose ground truth or data source is missing, found before the run begins
+
+
+def check_truths(
+    config: PPOTrainerConfig, manager: NaiveRewardManager, dataset: Any, key: str
+) -> None:
+    """Raise DataError if a row lacks what the scorer of its data source reads. `key` names the
+    files.
+
+    A function of the user's own may do without the value of a ground truth, so it gets a warning. A
+    data set of the user's own may add it to its items: their rows are checked when they are scored.
+    """
+    if type(dataset) is not RLHFDataset:
+        return
+    by_source = scores_by_source(manager.compute_score)
+    sourceless: list[str] = []
+    needed: dict[str, list[str]] = {}
+    unread: list[str] = []
+    for where, row in dataset.located_rows():
+        source = row.get(config.data.reward_fn_key)
+        if by_source and not isinstance(source, str):
+            sourceless.append(f"{where} ({source!r})")
+        elif not _has_truth(row):
+            # Scoring takes rows apart, whoever scores: without the key there is nothing to hand on.
+            is_needed = not _has_key(row) or (
+                by_source and _needs_truth(str(source)) and not is_judged(config, row)
+            )
+            if is_needed:
+                needed.setdefault(str(source), []).append(where)
+            else:
+                unread.append(where)
+    if sourceless:
+        raise DataError(
+            f"{key}: the column {config.data.reward_fn_key!r} (data.reward_fn_key), by which rows "
+            f"find their scorer, holds no text in {first_of(sourceless)}: fill it, drop these "
+            "rows, or set custom_reward_function.path to a function of your own"
+        )
+    for source, places in needed.items():
+        raise DataError(
+            f"{key}: {len(places)} of the rows of data_source {source!r} have no ground truth "
+            "(the column 'reward_model' has no ground_truth, or it is null or NaN), which their "
+            f"scorer needs: {first_of(places)}. Fill it, drop these rows, or set "
+            "custom_reward_function.path to a function that does without"
+        )
+    if unread:
+        logger.warning(
+            "%s: reward_model.ground_truth is null or NaN in %d rows, which the scorer gets as it "
+            "is: %s", key, len(unread), first_of(unread),
+        )  # fmt: skip
+
+
+def _has_key(row: Row) -> bool:
+    truth = row.get("reward_model")
+    return isinstance(truth, Mapping) and "ground_truth" in truth
+
+
+def _has_truth(row: Row) -> bool:
+    return _has_key(row) and not is_null(row["reward_model"]["ground_truth"])
+
+
+def is_judged(config: PPOTrainerConfig, row: Row) -> bool:
+    """Whether a reward model judges the row instead."""
+    return config.reward_model.enable and row["reward_model"].get("style") == "model"
+
+
+def _needs_truth(source: str) -> bool:
+    try:
+        return reads_truth(find_scorer(source))
+    except ConfigError:  # scoring says that nobody serves the source
+        return False
+
 
 SHOWN = 8  # data sources of a file, in an error
 

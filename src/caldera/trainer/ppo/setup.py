@@ -36,13 +36,13 @@ from caldera.trainer.loop import TRAINERS, total_training_steps
 from caldera.trainer.ppo.advantage import check_algorithm
 from caldera.trainer.ppo.agents import agents_may_score, data_with_tools, make_agents
 from caldera.trainer.ppo.columns import check_columns
-from caldera.trainer.ppo.reward_servers import RewardServers
+from caldera.trainer.ppo.rewards import RewardServers
 from caldera.trainer.ppo.tracing import make_tracer
 from caldera.trainer.ppo.trainer import PPOTrainer
 from caldera.trainer.running import check_folders, locked_run, stop_told
 from caldera.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from caldera.workers.agents import MakeAgents
-from caldera.workers.choosing import ChosenWorker
+from caldera.workers.building import ChosenWorker
 from caldera.workers.scoring import MakeScorer
 from caldera.workers.tracing import MakeTracer
 

@@ -10,8 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 import caldera.tracking.trace_backends  # noqa: F401 -- registers them
-from caldera.agent_loop.output import COLUMN, TrajectoryFacts
-from caldera.agent_loop.timeline import DETAIL, GENERATE, TOOL
+from caldera.agent_loop.output import COLUMN, DETAIL, GENERATE, TOOL, TrajectoryFacts
 from caldera.config import PPOTrainerConfig
 from caldera.protocol import DataProto
 from caldera.reward import OUTCOMES, ROWS

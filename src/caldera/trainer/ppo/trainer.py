@@ -39,7 +39,7 @@ from caldera.trainer.ppo.advantage import (
     rewarded_part,
     variance_metrics,
 )
-from caldera.trainer.ppo.agent_rows import agent_metrics, with_agent_columns
+from caldera.trainer.ppo.agents import agent_metrics, with_agent_columns
 from caldera.trainer.ppo.dynamic_sampling import GroupFilter
 from caldera.trainer.ppo.metrics import (
     compute_data_metrics,
@@ -47,9 +47,9 @@ from caldera.trainer.ppo.metrics import (
     compute_timing_metrics,
 )
 from caldera.trainer.ppo.prompts import check_loops, stamp_rows
-from caldera.trainer.ppo.reward_servers import RewardServers
 from caldera.trainer.ppo.rewards import (
     FirstScores,
+    RewardServers,
     component_metrics,
     record_scores,
     score_answers,

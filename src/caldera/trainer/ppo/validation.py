@@ -13,7 +13,7 @@ from caldera.data import FixedLoader
 from caldera.protocol import DataProto, tensors_of
 from caldera.reward import VALUE, AnswerFormats, RewardManager
 from caldera.tracking import Generation, GenerationDump, select_val_generations
-from caldera.trainer.ppo.agent_rows import DUMPED, facts_in, with_agent_columns
+from caldera.trainer.ppo.agents import DUMPED, facts_in, with_agent_columns
 from caldera.trainer.ppo.prompts import stamp_rows
 from caldera.trainer.ppo.rewards import FirstScores, score_answers, takes_part
 from caldera.trainer.ppo.validation_metrics import (

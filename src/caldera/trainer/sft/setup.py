@@ -3,7 +3,10 @@ on a Ray cluster."""
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from caldera.config import SFTTrainerConfig, resolve_supervised
+from caldera.config import SFTTrainerConfig, load_supervised_config, resolve_supervised
 from caldera.config.machine import log_chosen
 from caldera.config.strategies import MEGATRON
 from caldera.data import Batch, FixedLoader, StatefulLoader, chosen_class, hf_tokenizer
@@ -28,14 +31,14 @@ from caldera.single_controller.torchrun import (
     serve,
 )
 from caldera.tracking import check_loggers
+from caldera.trainer.entry import ConfigCommand, leave_to_rank_0, run_entry_point
 from caldera.trainer.groups import MakeGroups, run_where_asked
 from caldera.trainer.loop import TRAINERS, total_training_steps
 from caldera.trainer.running import check_folders, locked_run, stop_told
-from caldera.trainer.sft.trainer import SupervisedTrainer
-from caldera.trainer.sft.validation import LossValidator
+from caldera.trainer.sft.trainer import LossValidator, SupervisedTrainer
 from caldera.workers import SupervisedWorker
-from caldera.workers.choosing import ChosenWorker
-from caldera.workers.objective import MODEL_KEY, Objective
+from caldera.workers.building import ChosenWorker
+from caldera.workers.supervised import MODEL_KEY, Objective
 
 
 def run(config: SFTTrainerConfig, objective: Objective) -> None:
@@ -166,3 +169,48 @@ def _torchrun_groups(
         recipe, role, device=str(trainer.device), timeout_s=trainer.nccl_timeout
     )
     return {role: group}
+
+
+# ---- The command line of supervised training, whatever its objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedCommand(ConfigCommand[SFTTrainerConfig]):
+    """`key=value ...` for one objective, which is named so that torch is imported late."""
+
+    objective: str
+    """`module:NAME`."""
+    overrides: tuple[str, ...] = ()
+    """What this command always says."""
+    takes_torchrun: bool = True
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Run; returns the exit status."""
+        asked = self.read(argv)
+        if _is_served_by_another():
+            leave_to_rank_0()
+            return 0 if asked.only_tells else run_entry_point(_serve)  # telling is for rank 0
+        return self.run(asked, self.load, self._train)
+
+    def load(
+        self, overrides: Sequence[str], config_name: str, config_path: str | None
+    ) -> SFTTrainerConfig:
+        """The config, with what this command always says and every value checked."""
+        given = [*self.overrides, *overrides]
+        return load_supervised_config(given, config_name, config_path, self.schema)
+
+    def _train(self, config: SFTTrainerConfig) -> None:
+        from caldera.trainer.running import tell_end
+
+        module, _, name = self.objective.partition(":")
+        run(config, getattr(importlib.import_module(module), name))
+        tell_end(config)
+
+
+def _is_served_by_another() -> bool:
+    """Whether this is a process of torchrun's that another one gives its work to."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0"
+
+
+def _serve() -> None:
+    serve_torchrun()

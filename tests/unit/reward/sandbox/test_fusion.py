@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from caldera.errors import RewardError
-from caldera.reward.sandbox import Limits, SandboxFusionClient
-from caldera.reward.sandbox.fusion import outcome_of, request_for, sandbox_error
+from caldera.sandbox import Limits, SandboxFusionClient
+from caldera.sandbox.fusion import outcome_of, request_for, sandbox_error
 
 
 def test_the_request_has_the_protocols_names() -> None:

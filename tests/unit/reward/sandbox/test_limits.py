@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from caldera.errors import ConfigError
-from caldera.reward.sandbox import Limits, Outcome
+from caldera.sandbox import Limits, Outcome
 
 
 def test_limits_are_positive_whole_numbers() -> None:

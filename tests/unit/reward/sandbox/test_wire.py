@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caldera.reward.sandbox.inside.wire import MAX_DEPTH, decode, encode
+from caldera.sandbox.inside.wire import MAX_DEPTH, decode, encode
 
 leaves = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)

@@ -17,8 +17,7 @@ from caldera.config import RolloutConfig
 from caldera.models.attention import ATTENTION
 from caldera.rollout.base import Completion, Request, SamplingParams
 from caldera.rollout.native.engine import NativeRollout
-from caldera.rollout.native.flights import Flight
-from caldera.rollout.native.steps import Step
+from caldera.rollout.native.steps import Flight, Step
 from caldera.rollout.service import AsyncSampler
 
 CPU = torch.device("cpu")

@@ -30,7 +30,7 @@ from transformers import (
 from caldera.config import RolloutConfig
 from caldera.errors import ConfigError, RolloutError, UnsupportedError
 from caldera.models.attention import ATTENTION
-from caldera.models.fresh import take_values
+from caldera.models.pretrained import take_values
 from caldera.rollout import AsyncSampler, Completion, NativeRollout, Request, SamplingParams
 from caldera.rollout.native.parallel.engine import TensorParallelRollout
 from caldera.rollout.native.parallel.sharding import planned_layers

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 from caldera.models.attention import ATTENTION, PackedSequences
 from caldera.models.forward import hidden_states
 from caldera.rollout.native.cuda.graphs import ladder, step_inputs
-from caldera.rollout.native.cuda.twin import Twin
+from caldera.rollout.native.cuda.runner import Twin
 from caldera.rollout.native.sampler import SamplingRows, draws
 from caldera.rollout.native.trunk import compiled_trunk, plain_trunk
 

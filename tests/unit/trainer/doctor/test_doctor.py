@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from caldera.cli import main
+from caldera.commands.doctor import command, engines, machine, software
+from caldera.commands.doctor.command import Finding, State, broken, doubtful, ok
+from caldera.commands.doctor.software import Library, ask, ask_each
 from caldera.installation import install_command
-from caldera.trainer.doctor import command, engines, machine, software
-from caldera.trainer.doctor.findings import Finding, State, broken, doubtful, ok
-from caldera.trainer.doctor.interpreters import Library, ask, ask_each
 
 Install = Callable[[str, str], None]
 ROOT = Path(__file__).parents[4]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from caldera.commands.evaluation.run import Question, _outcome, tells_predictions
 from caldera.config import compose_config
 from caldera.config.fields import check_values
 from caldera.config.offline import EvaluationConfig
 from caldera.errors import ConfigError, DataError
 from caldera.reward.samples import FAILED, Outcome
-from caldera.trainer.evaluation.answers import Question, _outcome, tells_predictions
 
 SAID = Outcome(1.0, {"pred": "7"})
 SILENT = Outcome(1.0)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from caldera.trainer.migration.expansions import literal, plain, quoted
-from caldera.trainer.migration.script import Script
+from caldera.commands.migration.script import Script, literal, plain, quoted
 
 RUN = 'run() { printf "%s\\0" "$@" "${HELD-}" >words; }\n'
 

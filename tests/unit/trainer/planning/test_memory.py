@@ -11,15 +11,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from caldera.commands.planning.memory import Held, Pass, Sampler, inference, sampling, training
+from caldera.commands.planning.plan import ModelShape
 from caldera.config import FSDPConfig, ModelConfig, OptimizerConfig
 from caldera.core_algos import LossScale
 from caldera.engine import ForwardPlan, LocalEngine, Outputs
 from caldera.errors import UnsupportedError
 from caldera.models.loading import shape_of_classifier, shape_of_policy
 from caldera.protocol import DataProto
-from caldera.trainer.planning.memory import Held, Pass, inference, training
-from caldera.trainer.planning.sampling import Sampler, sampling
-from caldera.trainer.planning.shapes import ModelShape
 
 GIB = 2**30
 BF16, FP32 = 2, 4

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from caldera.cli import main
+from caldera.commands.plan import _config
+from caldera.commands.planning.plan import GIB, Plan, device_bytes, make_plan
+from caldera.commands.planning.report import _size
 from caldera.errors import ConfigError, UnsupportedError
-from caldera.trainer.main_plan import _config
-from caldera.trainer.planning.plan import GIB, Plan, device_bytes, make_plan
-from caldera.trainer.planning.report import _size
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8")

@@ -14,7 +14,7 @@ from caldera.data import object_array
 from caldera.protocol import DataProto, tensors_of
 from caldera.reward import FAILED, OUTCOMES
 from caldera.trainer.ppo.advantage import compute_advantage
-from caldera.trainer.ppo.agent_rows import agent_metrics, with_agent_columns
+from caldera.trainer.ppo.agents import agent_metrics, with_agent_columns
 from caldera.trainer.ppo.rewards import record_scores, score_answers
 
 MASK = [[1, 1, 0, 1, 0, 0], [1, 0, 0, 1, 1, 1]]

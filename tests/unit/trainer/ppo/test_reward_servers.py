@@ -14,7 +14,7 @@ from caldera.config import PPOTrainerConfig
 from caldera.protocol import DataProto
 from caldera.reward import compute_reward
 from caldera.reward.model_server import RouterUrl, router_address
-from caldera.trainer.ppo.reward_servers import RewardServers
+from caldera.trainer.ppo.rewards import RewardServers
 from caldera.workers.reward_router import Router
 
 

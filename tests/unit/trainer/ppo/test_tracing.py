@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from caldera.agent_loop.output import COLUMN, TrajectoryFacts
-from caldera.agent_loop.timeline import DETAIL, GENERATE, TOOL
+from caldera.agent_loop.output import COLUMN, DETAIL, GENERATE, TOOL, TrajectoryFacts
 from caldera.config import PPOTrainerConfig
 from caldera.data import object_array
 from caldera.errors import ConfigError

@@ -7,7 +7,7 @@ import pytest
 from caldera.config import SFTTrainerConfig, load_supervised_config
 from caldera.errors import CalderaError
 from caldera.trainer.sft.setup import build
-from caldera.workers.objective import FINE_TUNING
+from caldera.workers.supervised import FINE_TUNING
 
 
 @pytest.mark.parametrize("key", ["model.partial_pretrain", "model.path", "model.tokenizer_path"])

@@ -14,10 +14,9 @@ from caldera.config import RolloutConfig
 from caldera.errors import RolloutError, UnsupportedError
 from caldera.rollout.native.cache import KVCache
 from caldera.rollout.native.engine import NativeRollout
-from caldera.rollout.native.flights import Flight
 from caldera.rollout.native.parallel.sharding import KEY, shard_module
 from caldera.rollout.native.parallel.team import Message, Order, Team, packed, unpacked
-from caldera.rollout.native.steps import Step
+from caldera.rollout.native.steps import Flight, Step
 
 
 class TensorParallelRollout(NativeRollout):

@@ -1,0 +1,1 @@
+"""The commands of `caldera`, one module or package each; the trainings live in `caldera.trainer`."""

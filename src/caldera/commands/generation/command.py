@@ -1,0 +1,55 @@
+"""`python3 -m caldera.trainer.main_generation model.path=MODEL data.path=FILE ...`: answer it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from caldera.config import compose_config
+from caldera.config.fields import check_values
+from caldera.config.generation_checks import check_generation
+from caldera.config.offline import GenerationConfig
+from caldera.trainer.entry import ConfigCommand
+
+GENERATE = ConfigCommand(
+    prog="caldera generate",
+    description="""\
+Sample answers to the prompts in a file: its columns, and `responses` with the
+answers to each prompt, are written to a parquet file that `caldera eval` scores.
+A run that was ended goes on when the same command is given again.
+
+  caldera generate model.path=MODEL data.path=test.parquet data.output_path=out.parquet
+  caldera generate model.path=MODEL data.path=test.parquet data.output_path=out.parquet \\
+    data.n_samples=1 rollout.temperature=0
+  caldera generate rollout.url=http://host:8000 rollout.top_k=-1 model.path=NAME \\
+    data.path=test.parquet data.output_path=out.parquet
+""",
+    config_name="generation",
+    schema=GenerationConfig,
+)
+
+
+def load_generation(
+    overrides: Sequence[str], config_name: str, config_path: str | None
+) -> GenerationConfig:
+    """The config of a generation, with every value checked."""
+    config = compose_config(overrides, config_name, config_path, GenerationConfig)
+    check_values(config)
+    check_generation(config)
+    return config
+
+
+def run_generation(config: GenerationConfig) -> None:
+    """Sample as the config says."""
+    from caldera.commands.generation.run import generate  # torch takes seconds to import
+
+    generate(config)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    return GENERATE.run(GENERATE.read(argv), load_generation, run_generation)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Tests in a process that the tested program has no part in.
+
+Names that the tests use and do not define are the program's. Calling one asks the program's process
+for a value, which arrives as plain data: an object whose `==` always agrees cannot get here.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import json
+import os
+from typing import Any, BinaryIO, NoReturn
+
+from caldera.sandbox.inside.names import names_of_modules, names_of_the_program
+from caldera.sandbox.inside.wire import decode, encode
+
+__all__ = ["run_tests"]
+
+# In tests these end a loop quietly: `all(map(f, values))` would be true of an f that raises one.
+ENDS_OF_LOOPS = (StopIteration, StopAsyncIteration)
+
+
+class Remote:
+    """Something of the program's: it can be called, be an argument of a call, have attributes."""
+
+    __slots__ = ("_connection", "_reference")
+
+    def __init__(self, connection: Connection, reference: Any) -> None:
+        object.__setattr__(self, "_connection", connection)
+        object.__setattr__(self, "_reference", reference)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._connection.call(self._reference, arguments, keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._connection.call({"operation": "getattr"}, (self, name), {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._connection.call({"operation": "setattr"}, (self, name, value), {})
+
+
+class Connection:
+    """The line to the program's process."""
+
+    def __init__(self, replies: BinaryIO, requests: BinaryIO) -> None:
+        self.replies = replies
+        self.requests = requests
+        self.was_used = False
+
+    def call(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        self.was_used = True
+        request = {
+            "function": function,
+            "arguments": encode(arguments, self._reference_of),
+            "keywords": encode(keywords, self._reference_of),
+        }
+        try:
+            self.requests.write(json.dumps(request).encode() + b"\n")
+            self.requests.flush()
+            line = self.replies.readline()
+        except OSError:
+            line = b""
+        if not line:
+            _fail("the program has ended")
+        reply = json.loads(line)
+        if "missing" in reply:
+            _fail(f"the program defines no {reply['missing']!r}")
+        if "raised" in reply:
+            raise _exception(str(reply["raised"]), str(reply.get("message")))
+        return decode(reply["value"], lambda reference: Remote(self, reference))
+
+    def _reference_of(self, value: Any) -> Any:
+        if not isinstance(value, Remote):
+            raise TypeError(f"a {type(value).__name__} cannot be sent to the program")
+        return value._reference
+
+
+def _fail(why: str) -> NoReturn:
+    """Not an exception: tests that expect one of the program's would take it for that."""
+    os.write(2, f"AssertionError: {why}\n".encode(errors="backslashreplace"))
+    os._exit(1)
+
+
+def _exception(name: str, message: str) -> Exception:
+    """The built-in exception of this name, so that tests may expect it."""
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception) and kind not in ENDS_OF_LOOPS:
+        try:
+            return kind(message)
+        except TypeError:  # such as UnicodeDecodeError, which is made of more than a message
+            pass
+    return RuntimeError(f"{name}: {message}")
+
+
+def run_tests(source: str, replies: BinaryIO, requests: BinaryIO) -> None:
+    """Raises what the first failing test raises; tests that ask the program for nothing fail."""
+    connection = Connection(replies, requests)
+    names: dict[str, Any] = {"__name__": "tests"}
+    for name in names_of_modules(source):
+        names[name] = importlib.import_module(name)
+    for name in names_of_the_program(source):
+        names[name] = Remote(connection, name)
+    exec(compile(source, "tests.py", "exec"), names)
+    if not connection.was_used:
+        _fail("the tests ask the program for nothing")
