@@ -197,8 +197,11 @@ def optimal_baseline_loop(inputs: AdvantageInputs, packed: bool) -> Tensor:
         tracks = [trajectory(inputs, row, packed) for row in rows]
         ends = sorted(max(track, default=-1) for track in tracks)
         for place in range(ends[-1] + 1):
-            here = [(row, track[place]) for row, track in zip(rows, tracks, strict=True)
-                    if place in track]  # fmt: skip
+            here = [
+                (row, track[place])
+                for row, track in zip(rows, tracks, strict=True)
+                if place in track
+            ]
             weights = sum(weight for _, (_, _, weight) in here)
             baseline = sum(to_go * weight for _, (_, to_go, weight) in here) / (weights + 1e-8)
             if len(ends) < 2 or place > ends[-2]:
@@ -240,12 +243,14 @@ LOOPS: dict[AdvantageEstimator, tuple[Loop, str]] = {
     AdvantageEstimator.MAXRL: (group_loop(over_mean), "rows"),
     AdvantageEstimator.GDPO: (gdpo_loop, "rows"),
     AdvantageEstimator.OPTIMAL_TOKEN_BASELINE: (
-        lambda inputs: optimal_baseline_loop(inputs, packed=False), "rows",
+        lambda inputs: optimal_baseline_loop(inputs, packed=False),
+        "rows",
     ),
     AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE: (
-        lambda inputs: optimal_baseline_loop(inputs, packed=True), "rows",
+        lambda inputs: optimal_baseline_loop(inputs, packed=True),
+        "rows",
     ),
-}  # fmt: skip
+}
 
 
 def seconds(function: Callable[[], object]) -> float:

@@ -100,8 +100,11 @@ def load(options: argparse.Namespace) -> PPOTrainerConfig:
     longest = options.turns * (options.tokens + TOOL_TOKENS)
     config = load_config(
         [
-            "data.train_files=unused", "data.val_files=unused", "data.train_batch_size=1",
-            "data.max_prompt_length=8", f"data.max_response_length={longest}",
+            "data.train_files=unused",
+            "data.val_files=unused",
+            "data.train_batch_size=1",
+            "data.max_prompt_length=8",
+            f"data.max_response_length={longest}",
             "actor_rollout_ref.model.path=unused",
             "actor_rollout_ref.actor.ppo_mini_batch_size=1",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
@@ -112,7 +115,7 @@ def load(options: argparse.Namespace) -> PPOTrainerConfig:
             "actor_rollout_ref.rollout.agent.default_agent_loop=benchmark",
             "algorithm.adv_estimator=grpo",
         ]
-    )  # fmt: skip
+    )
     resolve_for_machine(config, gpus=0)
     return config
 
@@ -186,9 +189,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24, help="that each turn samples")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
-        "--whole-prompts", action="store_true",
+        "--whole-prompts",
+        action="store_true",
         help="no enable_chunked_prefill: prompts that come back run whole beside the decoding",
-    )  # fmt: skip
+    )
     options = parser.parse_args()
     draw = random.Random(0)
     waits = [

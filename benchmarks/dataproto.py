@@ -29,9 +29,15 @@ from caldera import DataProto
 
 MIB = 1024**2
 FLOAT_KEYS = (
-    "old_log_probs", "ref_log_prob", "rollout_log_probs", "values", "token_level_scores",
-    "token_level_rewards", "advantages", "returns",
-)  # fmt: skip
+    "old_log_probs",
+    "ref_log_prob",
+    "rollout_log_probs",
+    "values",
+    "token_level_scores",
+    "token_level_rewards",
+    "advantages",
+    "returns",
+)
 ADDED = ("values", "advantages", "returns")
 """What the benchmark of union adds to the other keys."""
 HALF = ("input_ids", "attention_mask", "position_ids", "responses", "old_log_probs", "advantages")
@@ -159,21 +165,25 @@ def operations(
         "chunk into 8": (lambda: data.chunk(8), lambda: batch.chunk(8)),
         "split by 64": (lambda: data.split(64), lambda: batch.split(64)),
         "union, same memory": (
-            lambda: left.select().union(right), lambda: tensor_left.copy().update(tensor_right),
+            lambda: left.select().union(right),
+            lambda: tensor_left.copy().update(tensor_right),
         ),
         "union, one equal copy": (lambda: left.select().union(copy), compared_update),
         "concat of 8": (
-            lambda: DataProto.concat(data_parts), lambda: TensorDict.cat(batch_parts, 0),
+            lambda: DataProto.concat(data_parts),
+            lambda: TensorDict.cat(batch_parts, 0),
         ),
         "repeat 2, interleaved": (
-            lambda: data.repeat(2), lambda: batch.repeat_interleave(2, dim=0),
+            lambda: data.repeat(2),
+            lambda: batch.repeat_interleave(2, dim=0),
         ),
         "repeat 2": (lambda: data.repeat(2, interleave=False), lambda: batch.repeat(2)),
         "sample_level_repeat": (
-            lambda: data.sample_level_repeat(counts), lambda: batch[by_count],
+            lambda: data.sample_level_repeat(counts),
+            lambda: batch[by_count],
         ),
         "select_idxs": (lambda: data[order], lambda: batch[order]),
-    }  # fmt: skip
+    }
     for name, pair in pairs.items():
         yield name, [data, batch, copy, tensor_copy], list(pair)
 

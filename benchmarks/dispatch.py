@@ -59,10 +59,13 @@ def usual_batch(rows: int, tokens: int) -> DataProto:
     response = torch.zeros(rows, half, dtype=torch.int64)
     floats = torch.zeros(rows, half)
     tensors = {
-        "prompts": response, "responses": response.clone(), "input_ids": ids,
-        "attention_mask": ids.clone(), "position_ids": ids.clone(),
+        "prompts": response,
+        "responses": response.clone(),
+        "input_ids": ids,
+        "attention_mask": ids.clone(),
+        "position_ids": ids.clone(),
         "response_mask": response.clone(),
-    }  # fmt: skip
+    }
     names = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "values")
     return DataProto.from_dict(tensors | {name: floats.clone() for name in names})
 

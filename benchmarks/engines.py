@@ -65,10 +65,14 @@ def measure(
     """Tokens a second, seconds of the start, MiB, seconds of an update."""
     new_tokens = requests[0].params.max_tokens
     config = RolloutConfig(
-        name=name, engine_python=python, dtype="float32", max_num_seqs=len(requests),
-        max_model_len=PROMPT_TOKENS + new_tokens, prompt_length=PROMPT_TOKENS,
+        name=name,
+        engine_python=python,
+        dtype="float32",
+        max_num_seqs=len(requests),
+        max_model_len=PROMPT_TOKENS + new_tokens,
+        prompt_length=PROMPT_TOKENS,
         response_length=new_tokens,
-    )  # fmt: skip
+    )
     before, start = resident("self"), time.perf_counter()
     rollout = ROLLOUTS[name](config, module, CPU)
     one = [Request([5], SamplingParams(1), 0)]

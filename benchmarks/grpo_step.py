@@ -39,12 +39,18 @@ def write_inputs(folder: Path, shape: str) -> None:
     hidden, inner, layers, heads, kv_heads, vocabulary = SHAPES[shape]
     tokenizer = build_tokenizer()
     config = Qwen2Config(
-        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocabulary,
-        tie_word_embeddings=True, max_position_embeddings=32768,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=True,
+        max_position_embeddings=32768,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / "model")

@@ -70,10 +70,15 @@ class Case:
     def config(self) -> Qwen2Config:
         hidden, inner, layers, heads, kv_heads, vocabulary = SHAPES[self.name]
         return Qwen2Config(
-            hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-            num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocabulary,
-            tie_word_embeddings=True, max_position_embeddings=32768,
-        )  # fmt: skip
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            vocab_size=vocabulary,
+            tie_word_embeddings=True,
+            max_position_embeddings=32768,
+        )
 
     def predicted(self) -> dict[str, int]:
         """Bytes of each phase, as `caldera plan` works them out."""
@@ -83,9 +88,15 @@ class Case:
         rows = min(self.rows, self.arguments.micro_tokens // self.length)
         work = Pass(rows * self.length, rows * self.arguments.new_tokens, self.rows > rows)
         sampler = Sampler(
-            shape, 2, self.is_default, self.rows, self.arguments.prompt_tokens,
-            self.arguments.new_tokens, 256, 8192,
-        )  # fmt: skip
+            shape,
+            2,
+            self.is_default,
+            self.rows,
+            self.arguments.prompt_tokens,
+            self.arguments.new_tokens,
+            256,
+            8192,
+        )
         phases = {
             "rollout": held.resident | sampling(sampler),
             "log-prob": inference(held, work) | {"sampler's weights": sampler.weights},
@@ -109,9 +120,12 @@ class Step:
         own = copy.deepcopy(model).to(torch.bfloat16) if case.is_default else model
         memory = FSDPConfig(model_dtype=case.held, dtype="bfloat16")
         options = EngineOptions(
-            memory, OptimizerConfig(lr=1e-6), 1.0, compiles=on_gpu,
+            memory,
+            OptimizerConfig(lr=1e-6),
+            1.0,
+            compiles=on_gpu,
             gradient_checkpointing=case.is_default,
-        )  # fmt: skip
+        )
         self.engine = LocalEngine(model, case.device, memory, options.optim, options=options)
         rollout = RolloutConfig(
             dtype="bfloat16", gpu_memory_utilization=0.9, max_model_len=case.length
@@ -195,9 +209,12 @@ def main() -> int:
     parser.add_argument("--shapes", default=None)
     parser.add_argument("--held", default="fp32,bf16")
     for name, value in (
-        ("prompts", 16), ("n", 8), ("prompt-tokens", 256), ("new-tokens", 256),
+        ("prompts", 16),
+        ("n", 8),
+        ("prompt-tokens", 256),
+        ("new-tokens", 256),
         ("micro-tokens", 16384),
-    ):  # fmt: skip
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
     arguments = parser.parse_args()
     device = torch.device(arguments.device)

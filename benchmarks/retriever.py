@@ -63,9 +63,11 @@ def serve(index: Path, clients: int, requests: int) -> None:
     command = [sys.executable, "-m", "caldera.cli", "retriever", "serve", "--index", str(index)]
     start = time.perf_counter()
     with subprocess.Popen(
-        [*command, "--port", "0"], stdout=subprocess.PIPE, text=True,
+        [*command, "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    ) as process:  # fmt: skip
+    ) as process:
         try:
             assert process.stdout is not None
             match = re.match(r"http://(.+):(\d+)/retrieve", process.stdout.readline())
@@ -75,11 +77,15 @@ def serve(index: Path, clients: int, requests: int) -> None:
             threads = [
                 threading.Thread(
                     target=ask,
-                    args=(match[1], int(match[2]), [language.text(QUERY) for _ in range(requests)],
-                          times),
+                    args=(
+                        match[1],
+                        int(match[2]),
+                        [language.text(QUERY) for _ in range(requests)],
+                        times,
+                    ),
                 )
                 for _ in range(clients)
-            ]  # fmt: skip
+            ]
             start = time.perf_counter()
             for thread in threads:
                 thread.start()

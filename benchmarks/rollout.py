@@ -31,10 +31,15 @@ def build_model(folder: str | None, dtype: torch.dtype) -> torch.nn.Module:
             folder, dtype=dtype, attn_implementation=ATTENTION
         )
     config = LlamaConfig(
-        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-        num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2048,
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
 
@@ -54,9 +59,11 @@ def tokens_per_second(name: str, module: torch.nn.Module, arguments: argparse.Na
     device = torch.device(arguments.device)
     precision = "bfloat16" if arguments.device == "cuda" else "float32"
     config = RolloutConfig(
-        dtype=precision, max_model_len=arguments.prompt_tokens + arguments.new_tokens,
-        max_num_seqs=arguments.requests, native=NativeRolloutConfig(exact=name == "exact"),
-    )  # fmt: skip
+        dtype=precision,
+        max_model_len=arguments.prompt_tokens + arguments.new_tokens,
+        max_num_seqs=arguments.requests,
+        native=NativeRolloutConfig(exact=name == "exact"),
+    )
     sampler = ROLLOUTS["hf" if name == "hf" else "native"](config, module, device)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(

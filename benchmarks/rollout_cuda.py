@@ -54,10 +54,15 @@ def say(line: str) -> None:
 def build(name: str) -> nn.Module:
     hidden, inner, layers, heads, kv_heads, vocabulary = SHAPES[name]
     config = Qwen2Config(
-        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocabulary,
-        tie_word_embeddings=True, max_position_embeddings=32768,
-    )  # fmt: skip
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=True,
+        max_position_embeddings=32768,
+    )
     torch.manual_seed(0)
     with CUDA:
         module: nn.Module = AutoModelForCausalLM.from_config(
@@ -71,10 +76,11 @@ def requests(lengths: list[int], vocabulary: int) -> list[Request]:
     return [
         Request(
             generator.integers(5, vocabulary, PROMPT).tolist(),
-            SamplingParams(max_tokens=length, ignore_eos=True), seed,
+            SamplingParams(max_tokens=length, ignore_eos=True),
+            seed,
         )
         for seed, length in enumerate(lengths)
-    ]  # fmt: skip
+    ]
 
 
 def long_tail(count: int) -> list[int]:
@@ -113,10 +119,13 @@ def floor(module: nn.Module, token_bytes: int, lengths: list[int]) -> float:
 
 def sampler_of(name: str, module: nn.Module) -> Rollout:
     config = RolloutConfig(
-        dtype="bfloat16", max_model_len=PROMPT + LONGEST, max_num_seqs=1024,
-        max_num_batched_tokens=32768, gpu_memory_utilization=0.6,
+        dtype="bfloat16",
+        max_model_len=PROMPT + LONGEST,
+        max_num_seqs=1024,
+        max_num_batched_tokens=32768,
+        gpu_memory_utilization=0.6,
         native=NativeRolloutConfig(exact=name == "exact"),
-    )  # fmt: skip
+    )
     sampler = ROLLOUTS["hf" if name == "hf" else "native"](config, module, CUDA)
     sampler.wake_up()
     return sampler
@@ -227,8 +236,10 @@ def tell_hand_over(module: nn.Module, vocabulary: int) -> None:
 def tell_exactness(module: nn.Module, vocabulary: int) -> None:
     engine, exact = engine_of(module), sampler_of("exact", module)
     work = requests(long_tail(64), vocabulary)
-    work = [replace(each, params=replace(each.params, max_tokens=min(300, each.params.max_tokens)))
-            for each in work]  # fmt: skip
+    work = [
+        replace(each, params=replace(each.params, max_tokens=min(300, each.params.max_tokens)))
+        for each in work
+    ]
     for update in range(2):
         exact.version = engine.version
         rows = rows_of(work, exact.generate(work))

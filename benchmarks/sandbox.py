@@ -73,13 +73,15 @@ def main() -> None:
             run = rate(
                 f"{method}: run",
                 lambda n, box=sandbox: box.run(PROGRAM, f"{n}\n").stdout.startswith(f"{n} "),
-                programs, slots,
-            )  # fmt: skip
+                programs,
+                slots,
+            )
             check = rate(
                 f"{method}: check",
                 lambda n, box=sandbox: box.check(FUNCTION, f"assert divisors({n})[0] == 1").ok,
-                programs, slots,
-            )  # fmt: skip
+                programs,
+                slots,
+            )
         print(f"  speed of subprocess.run = 1: run {run / peer:.2f}, check {check / peer:.2f}")
 
 

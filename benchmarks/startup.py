@@ -46,16 +46,28 @@ def first_step(folder: Path, processes: int) -> float:
     shutil.rmtree(run, ignore_errors=True)
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     command = [
-        sys.executable, "-m", "caldera.trainer.main_ppo", "algorithm.adv_estimator=grpo",
-        f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/test.parquet",
-        "data.train_batch_size=16", "data.max_prompt_length=8", "data.max_response_length=4",
-        f"actor_rollout_ref.model.path={folder}/model", f"{actor}.ppo_mini_batch_size=16",
-        f"{actor}.ppo_micro_batch_size_per_gpu=64", f"{rollout}.n=4",
-        f"{rollout}.log_prob_micro_batch_size_per_gpu=64", "trainer.device=cpu",
-        "trainer.worker_group=local", f"trainer.n_gpus_per_node={processes}",
-        "trainer.val_before_train=False", "trainer.logger=[file]",
-        "trainer.total_training_steps=1", f"trainer.default_local_dir={run}",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "caldera.trainer.main_ppo",
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={folder}/train.parquet",
+        f"data.val_files={folder}/test.parquet",
+        "data.train_batch_size=16",
+        "data.max_prompt_length=8",
+        "data.max_response_length=4",
+        f"actor_rollout_ref.model.path={folder}/model",
+        f"{actor}.ppo_mini_batch_size=16",
+        f"{actor}.ppo_micro_batch_size_per_gpu=64",
+        f"{rollout}.n=4",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu=64",
+        "trainer.device=cpu",
+        "trainer.worker_group=local",
+        f"trainer.n_gpus_per_node={processes}",
+        "trainer.val_before_train=False",
+        "trainer.logger=[file]",
+        "trainer.total_training_steps=1",
+        f"trainer.default_local_dir={run}",
+    ]
     metrics = run / "metrics.jsonl"
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:

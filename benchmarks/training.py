@@ -56,10 +56,15 @@ class Figure:
 def shape(name: str) -> Qwen2Config:
     hidden, inner, layers, heads, kv_heads, vocabulary = SHAPES[name]
     return Qwen2Config(
-        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocabulary,
-        tie_word_embeddings=True, max_position_embeddings=32768,
-    )  # fmt: skip
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=True,
+        max_position_embeddings=32768,
+    )
 
 
 def build(config: Qwen2Config, attention: str, dtype: torch.dtype, device: str) -> nn.Module:

@@ -148,40 +148,70 @@ Panel = tuple[str, ...]
 
 PAGES: dict[str, tuple[Panel, ...]] = {
     "ppo": (("PPO with a critic", "gae", "gae, PF-PPO=pf_ppo"),),
-    "grpo": (
-        ("GRPO and its variants", "grpo", "Dr.GRPO=dr_grpo", "grpo_passk", "maxrl", "gdpo"),
-    ),
+    "grpo": (("GRPO and its variants", "grpo", "Dr.GRPO=dr_grpo", "grpo_passk", "maxrl", "gdpo"),),
     "baselines": (
         ("Baselines of a group", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "grpo"),
     ),
     "reinforce": (("REINFORCE without groups", "reinforce_plus_plus", "remax", "grpo"),),
     "optimal-baseline": (
-        ("Baselines of least variance", "optimal_token_baseline", "tir_optimal_token_baseline",
-         "grpo"),
+        (
+            "Baselines of least variance",
+            "optimal_token_baseline",
+            "tir_optimal_token_baseline",
+            "grpo",
+        ),
     ),
     "policy-losses": (
-        ("Losses that treat tokens one by one", "vanilla=grpo", "cispo=loss_cispo",
-         "clip_cov=loss_clip_cov", "kl_cov=loss_kl_cov", "dppo_tv=loss_dppo_tv",
-         "dppo_kl=loss_dppo_kl"),
-        ("Losses that bound sequences, softly, or not at all", "vanilla=grpo", "gspo=loss_gspo",
-         "geo_mean=loss_geo_mean", "sapo=loss_sapo", "gpg=loss_gpg", "dro=loss_dro"),
+        (
+            "Losses that treat tokens one by one",
+            "vanilla=grpo",
+            "cispo=loss_cispo",
+            "clip_cov=loss_clip_cov",
+            "kl_cov=loss_kl_cov",
+            "dppo_tv=loss_dppo_tv",
+            "dppo_kl=loss_dppo_kl",
+        ),
+        (
+            "Losses that bound sequences, softly, or not at all",
+            "vanilla=grpo",
+            "gspo=loss_gspo",
+            "geo_mean=loss_geo_mean",
+            "sapo=loss_sapo",
+            "gpg=loss_gpg",
+            "dro=loss_dro",
+        ),
     ),
     "aggregation": (
-        ("Aggregation of token losses", "token-mean=grpo", "token-sum", "seq-mean-token-sum",
-         "seq-mean-token-sum-norm", "seq-mean-token-mean"),
+        (
+            "Aggregation of token losses",
+            "token-mean=grpo",
+            "token-sum",
+            "seq-mean-token-sum",
+            "seq-mean-token-sum-norm",
+            "seq-mean-token-mean",
+        ),
     ),
     "kl": (
-        ("Distance to the reference, coefficient 0.01", "none=grpo",
-         "k1 in the reward=kl_k1_in_reward", "k3 in the loss=kl_k3_loss",
-         "full in the loss=kl_full_loss"),
+        (
+            "Distance to the reference, coefficient 0.01",
+            "none=grpo",
+            "k1 in the reward=kl_k1_in_reward",
+            "k3 in the loss=kl_k3_loss",
+            "full in the loss=kl_full_loss",
+        ),
     ),
     "rollout-correction": (
-        ("Sampling in bfloat16, training in float32", "disabled=bf16_disabled",
-         "decoupled_token_is=bf16_decoupled_token_is", "decoupled_k3_rs=bf16_decoupled_k3_rs",
-         "bypass_ppo_clip=bf16_bypass_ppo_clip", "bypass_pg_is=bf16_bypass_pg_is"),
+        (
+            "Sampling in bfloat16, training in float32",
+            "disabled=bf16_disabled",
+            "decoupled_token_is=bf16_decoupled_token_is",
+            "decoupled_k3_rs=bf16_decoupled_k3_rs",
+            "bypass_ppo_clip=bf16_bypass_ppo_clip",
+            "bypass_pg_is=bf16_bypass_pg_is",
+        ),
     ),
     "dapo": (("DAPO", "grpo", "dapo"),),
-}  # fmt: skip
+}
 """The panels of each page's picture, one below the other."""
 
 # ---------------------------------------------------------------------- running
@@ -323,9 +353,14 @@ def draw_panel(panel: Panel, curves: dict[str, dict[str, Any]]) -> str:
         for label, name in lines_of(panel)
     ]
     return svg_curve(
-        lines, panel[0], "training step", "held-out accuracy, greedy", WIDTH, HEIGHT,
+        lines,
+        panel[0],
+        "training step",
+        "held-out accuracy, greedy",
+        WIDTH,
+        HEIGHT,
         standalone=True,
-    )  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------------- command line
@@ -339,9 +374,11 @@ def main() -> int:
     training.add_argument("--only", help="names of curves, separated by commas (all)")
     training.add_argument("--steps", type=int, default=200, help="training steps of a run (200)")
     training.add_argument(
-        "--start", type=Path, help="folder with start/, train.parquet and test.parquet; made anew"
+        "--start",
+        type=Path,
+        help="folder with start/, train.parquet and test.parquet; made anew"
         " where it does not exist (OUTPUT/demo)",
-    )  # fmt: skip
+    )
     training.add_argument(
         "--output", type=Path, default=Path("outputs/curves"), help="folder of the runs"
     )

@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 PROGRAM = """
 import sys
 from caldera.commands.generation.sampling import Samplers
-from caldera.trainer.main_generation import main
+from caldera.commands.generation.command import main
 plain = Samplers.answers
 Samplers.answers = lambda self, rows: (sys.stdin.readline(), plain(self, rows))[1]
 sys.exit(main())

@@ -39,12 +39,14 @@ class Command:
 COMMANDS = {
     "train": Command(
         "train by reinforcement learning: key=value ...",
-        "caldera.trainer.main_ppo:main", "caldera.trainer.main_ppo:TRAIN.parser",
+        "caldera.trainer.main_ppo:main",
+        "caldera.trainer.main_ppo:TRAIN.parser",
         "caldera.config:PPOTrainerConfig",
     ),
     "sft": Command(
         "fine-tune on answers or conversations: key=value ...",
-        "caldera.trainer.sft_trainer:SFT.main", "caldera.trainer.sft_trainer:SFT.parser",
+        "caldera.trainer.sft_trainer:SFT.main",
+        "caldera.trainer.sft_trainer:SFT.parser",
         "caldera.config:SFTTrainerConfig",
     ),
     "rm": Command(
@@ -55,40 +57,48 @@ COMMANDS = {
     ),
     "dpo": Command(
         "train a policy on pairs of answers: key=value ...",
-        "caldera.trainer.dpo_trainer:DPO.main", "caldera.trainer.dpo_trainer:DPO.parser",
+        "caldera.trainer.dpo_trainer:DPO.main",
+        "caldera.trainer.dpo_trainer:DPO.parser",
         "caldera.config.preference:DPOTrainerConfig",
     ),
     "generate": Command(
         "sample answers to the prompts of a file: key=value ...",
-        "caldera.trainer.main_generation:main", "caldera.trainer.main_generation:GENERATE.parser",
+        "caldera.commands.generation.command:main",
+        "caldera.commands.generation.command:GENERATE.parser",
         "caldera.config.offline:GenerationConfig",
     ),
     "eval": Command(
         "score a file of answers: key=value ...",
-        "caldera.trainer.main_eval:main", "caldera.trainer.main_eval:EVALUATE.parser",
+        "caldera.commands.evaluation.command:main",
+        "caldera.commands.evaluation.command:EVALUATE.parser",
         "caldera.config.offline:EvaluationConfig",
     ),
     "serve": Command(
         "serve a model behind OpenAI's protocol: key=value ...",
-        "caldera.commands.serve:main", "caldera.commands.serve:SERVE.parser",
+        "caldera.commands.serve:main",
+        "caldera.commands.serve:SERVE.parser",
         "caldera.config.serve:ServeConfig",
     ),
     "plan": Command(
         "what a training run would do and need: key=value ...",
-        "caldera.commands.plan:main", "caldera.commands.plan:parser",
+        "caldera.commands.planning.command:main",
+        "caldera.commands.planning.command:parser",
         "caldera.config:PPOTrainerConfig",
     ),
     "doctor": Command(
         "what of this machine works, and how to mend the rest",
-        "caldera.commands.doctor.command:main", "caldera.commands.doctor.command:parser",
+        "caldera.commands.doctor.command:main",
+        "caldera.commands.doctor.command:parser",
     ),
     "data": Command(
         "prepare public data sets, check data files",
-        "caldera.cli:data", "caldera.data.prepare.command:parser",
+        "caldera.cli:data",
+        "caldera.data.prepare.command:parser",
     ),
     "retriever": Command(
         "index passages, and serve them to agents that search",
-        "caldera.cli:retriever", "caldera.search_agent.retriever.command:parser",
+        "caldera.cli:retriever",
+        "caldera.search_agent.retriever.command:parser",
     ),
     "demo": Command(
         "watch a model learn on this machine", "caldera.cli:demo", "caldera.cli:demo_parser"
@@ -98,25 +108,30 @@ COMMANDS = {
     ),
     "merge": Command(
         "make a Hugging Face folder of a checkpoint",
-        "caldera.trainer.model_merger:main", "caldera.trainer.model_merger:parser",
+        "caldera.commands.merging.command:main",
+        "caldera.commands.merging.command:parser",
     ),
     "sandbox": Command(
         "run programs that a model wrote, for others",
-        "caldera.cli:sandbox", "caldera.cli:sandbox_parser",
+        "caldera.cli:sandbox",
+        "caldera.cli:sandbox_parser",
     ),
     "repeat": Command(
         "what has changed since a run, and the command that repeats it",
-        "caldera.commands.repeat:main", "caldera.commands.repeat:parser",
+        "caldera.commands.repeat:main",
+        "caldera.commands.repeat:parser",
     ),
     "migrate": Command(
         "read a launch script of verl's: what changes, and a short equivalent",
-        "caldera.commands.migration.command:main", "caldera.commands.migration.command:parser",
+        "caldera.commands.migration.command:main",
+        "caldera.commands.migration.command:parser",
     ),
     "completion": Command(
         "print a script that completes commands, options and keys in a shell",
-        "caldera.cli:completion", "caldera.cli:completion_parser",
+        "caldera.cli:completion",
+        "caldera.cli:completion_parser",
     ),
-}  # fmt: skip
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,9 +171,11 @@ Reinforcement learning of language models.
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="caldera", description=HELP, epilog="`caldera COMMAND --help` tells more of each.",
+        prog="caldera",
+        description=HELP,
+        epilog="`caldera COMMAND --help` tells more of each.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--version", action="version", version=f"caldera {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
@@ -204,9 +221,10 @@ multiply.
 
 def demo_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="caldera demo", description=DEMO_HELP,
+        prog="caldera demo",
+        description=DEMO_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--model", choices=["tiny", "smollm2"], default="tiny", help="which model learns (tiny)"
     )
@@ -261,10 +279,11 @@ def sandbox_parser() -> argparse.ArgumentParser:
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
     serve = actions.add_parser(
-        "serve", help="answer Sandbox Fusion's requests: POST /run_code",
+        "serve",
+        help="answer Sandbox Fusion's requests: POST /run_code",
         description="Answer Sandbox Fusion's requests (POST /run_code), and say whether tests pass "
         "(POST /check), until Ctrl-C or SIGTERM.",
-    )  # fmt: skip
+    )
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     serve.add_argument("--port", type=int, default=8080, help="port to listen on (8080)")
     serve.add_argument(
@@ -307,9 +326,10 @@ Print a script that completes commands, options, config keys and their choices.
 
 def completion_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="caldera completion", description=COMPLETION_HELP,
+        prog="caldera completion",
+        description=COMPLETION_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("shell", choices=SHELLS, help="which shell it is for")
     return parser
 

@@ -105,19 +105,24 @@ class AsyncJsonClient:
     """Asks for JSON over connections that stay open. Tasks of any event loops share it."""
 
     def __init__(
-        self, connections: int, seconds: float, connect_seconds: float | None = None,
-        headers: dict[str, str] | None = None, characters_shown: int = 500,
-    ) -> None:  # fmt: skip
+        self,
+        connections: int,
+        seconds: float,
+        connect_seconds: float | None = None,
+        headers: dict[str, str] | None = None,
+        characters_shown: int = 500,
+    ) -> None:
         """`connections` of an event loop; `characters_shown` of an answer in messages."""
         import httpx2
 
         self._httpx, self._places = httpx2, connections
         self._seconds, self._shown = seconds, characters_shown
         self._make = partial(
-            httpx2.AsyncClient, headers=headers,
+            httpx2.AsyncClient,
+            headers=headers,
             timeout=httpx2.Timeout(None, connect=connect_seconds),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=connections),
-        )  # fmt: skip
+        )
         # Connections belong to an event loop, and a process may run one after the other.
         self._of_loop: WeakKeyDictionary[Any, tuple[asyncio.Semaphore, httpx2.AsyncClient]]
         self._of_loop = WeakKeyDictionary()

@@ -24,13 +24,13 @@ from transformers import (
 )
 
 from caldera.cli import main
+from caldera.commands.merging import merge as merge_files
 from caldera.config import ModelConfig
 from caldera.engine.checkpoints import save_classic, save_distributed
 from caldera.models.forward import base_module
 from caldera.models.loading import build_reward_model
 from caldera.single_controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
 from caldera.trainer import merge as merging
-from caldera.trainer import merge_files
 
 sys.path.append(str(Path(__file__).parent))  # the processes of a group get it too
 

@@ -141,7 +141,8 @@ def compile_the_rest() -> None:
     compile_kernel(attention_kernels._combine_kernel, constants, {"weight": "*fp32"}, num_warps=1)
     for raw, with_letters in ((False, True), (True, True), (True, False)):
         constants = {
-            "TILE": step_kernels.TILE, "RAW": raw, "LETTERS": graphs.LETTERS, "CHAINED": with_letters
+            "TILE": step_kernels.TILE, "RAW": raw, "LETTERS": graphs.LETTERS,
+            "CHAINED": with_letters,
         }  # fmt: skip
         constants |= {} if with_letters else {"next_letter": None}
         types = {"logits": HALF, "found": "*fp32", "out": "*i32"}

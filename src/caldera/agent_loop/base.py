@@ -229,8 +229,9 @@ class AgentLoopBase(ABC):
 MakeLoop = Callable[..., AgentLoopBase]
 """A loop's class, or something that is called as one."""
 
-AGENT_LOOPS: Registry[MakeLoop] = Registry("agent loop (agent_name of a row, or "
-    "actor_rollout_ref.rollout.agent.default_agent_loop)")  # fmt: skip
+AGENT_LOOPS: Registry[MakeLoop] = Registry(
+    "agent loop (agent_name of a row, or actor_rollout_ref.rollout.agent.default_agent_loop)"
+)
 
 Loop = TypeVar("Loop", bound=type[AgentLoopBase])
 
@@ -248,8 +249,14 @@ def register(name: str) -> Callable[[Loop], Loop]:
 # ---- Which loops there are, and what they share
 
 KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
-GIVEN = ("trainer_config", "server_manager", "tokenizer", "processor", "dataset_cls",
-         "dataset_config")  # fmt: skip
+GIVEN = (
+    "trainer_config",
+    "server_manager",
+    "tokenizer",
+    "processor",
+    "dataset_cls",
+    "dataset_config",
+)
 """What every loop is made with."""
 
 

@@ -67,9 +67,11 @@ class BatchServer:
         """A session the seeds of whose requests follow from this one and their number."""
         if self._server is None:
             self._server = SessionServer(
-                self._sampler, self._model, tool_format=self._tool_format,
+                self._sampler,
+                self._model,
+                tool_format=self._tool_format,
                 recorder=Recorder(only_opened=True),
-            )  # fmt: skip
+            )
             _warn_of_template(self._server.cannot_append)
         name = uuid.uuid4().hex
         self._server.recorder.open(name, seed)
@@ -86,8 +88,9 @@ def _warn_of_template(why: str | None) -> None:
     if why is not None:
         logger.warning(
             "each request of an agent is a trajectory of its own, and only the longest one is "
-            "trained on: %s", why,
-        )  # fmt: skip
+            "trained on: %s",
+            why,
+        )
 
 
 OK, ERROR, TIMEOUT = "ok", "error", "timeout"
@@ -165,9 +168,12 @@ class BlackBoxAgentLoop(AgentLoopBase):
         except Exception as error:  # noqa: BLE001 -- whatever it is, the other agents go on
             outcome = TIMEOUT if limit.expired() else ERROR
             logger.warning(
-                "an agent failed, at uid %s: %s: %s: %s", row.get("uid"), outcome,
-                type(error).__name__, error,
-            )  # fmt: skip
+                "an agent failed, at uid %s: %s: %s: %s",
+                row.get("uid"),
+                outcome,
+                type(error).__name__,
+                error,
+            )
             return outcome, (self._failure_reward, {})
 
     async def _output(

@@ -83,15 +83,22 @@ class AgentLoops:
             rollout.decode = self._decode
         ended = run_in_background(self._run_all(rows, seeds, rollout, params, on_finished))
         return batch_of(
-            [output for output, _ in ended], [facts for _, facts in ended],
-            config.prompt_length, config.response_length, pad_token_id,
+            [output for output, _ in ended],
+            [facts for _, facts in ended],
+            config.prompt_length,
+            config.response_length,
+            pad_token_id,
             config.calculate_log_probs,
-        )  # fmt: skip
+        )
 
     async def _run_all(
-        self, rows: Sequence[Row], seeds: Sequence[int], rollout: Rollout, params: SamplingParams,
+        self,
+        rows: Sequence[Row],
+        seeds: Sequence[int],
+        rollout: Rollout,
+        params: SamplingParams,
         on_finished: OnFinished | None,
-    ) -> list[Ended]:  # fmt: skip
+    ) -> list[Ended]:
         zero = time.perf_counter()
         is_traced = self._config.actor_rollout_ref.rollout.trace.backend is not None
         most = self._config.actor_rollout_ref.rollout.agent.max_concurrent or len(rows)
@@ -165,12 +172,17 @@ class AgentLoops:
     def _chat_model(self, params: SamplingParams) -> ChatModel:
         """The policy as agents know it that reach it over HTTP."""
         return ChatModel(
-            name="policy", tokenizer=self._tokenizer, vocabulary=len(self._tokenizer),
-            stop_tokens=params.stop_token_ids, prompt_length=self._max_model_len - 1,
-            response_length=params.max_tokens, max_length=self._max_model_len,
-            answers_to_any_name=True, sampling=params,
+            name="policy",
+            tokenizer=self._tokenizer,
+            vocabulary=len(self._tokenizer),
+            stop_tokens=params.stop_token_ids,
+            prompt_length=self._max_model_len - 1,
+            response_length=params.max_tokens,
+            max_length=self._max_model_len,
+            answers_to_any_name=True,
+            sampling=params,
             template_kwargs=self._config.data.apply_chat_template_kwargs,
-        )  # fmt: skip
+        )
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids)))

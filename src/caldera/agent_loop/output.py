@@ -65,15 +65,24 @@ def fitted(output: AgentLoopOutput, prompt_length: int, response_length: int) ->
 def facts_of(output: AgentLoopOutput, timeline: list[dict[str, Any]]) -> TrajectoryFacts:
     """What goes into the column."""
     return TrajectoryFacts(
-        output.num_turns, asdict(output.metrics), output.reward_score, output.turn_rewards,
-        output.tool_calls, timeline, output.extra_fields,
-    )  # fmt: skip
+        output.num_turns,
+        asdict(output.metrics),
+        output.reward_score,
+        output.turn_rewards,
+        output.tool_calls,
+        timeline,
+        output.extra_fields,
+    )
 
 
 def batch_of(
-    outputs: Sequence[AgentLoopOutput], facts: Sequence[TrajectoryFacts], prompt_length: int,
-    response_length: int, pad_token_id: int, calculate_log_probs: bool,
-) -> DataProto:  # fmt: skip
+    outputs: Sequence[AgentLoopOutput],
+    facts: Sequence[TrajectoryFacts],
+    prompt_length: int,
+    response_length: int,
+    pad_token_id: int,
+    calculate_log_probs: bool,
+) -> DataProto:
     """The batch of the trajectories: P tokens of prompt, left-padded, R of response."""
     masks = [output.response_mask for output in outputs]
     response_mask = right_pad(masks, response_length, 0)  # (B, R)

@@ -308,12 +308,15 @@ def react_graph(
         return {
             "messages": [
                 ToolMessage(
-                    outcome.text, tool_call_id=identifier, name=outcome.name, artifact=outcome,
+                    outcome.text,
+                    tool_call_id=identifier,
+                    name=outcome.name,
+                    artifact=outcome,
                     status="success" if outcome.status == "ok" else "error",
                 )
                 for outcome, identifier in zip(outcomes, identifiers, strict=True)
             ]
-        }  # fmt: skip
+        }
 
     def next_node(state: MessagesState) -> str:
         said = state["messages"][-1]

@@ -117,11 +117,12 @@ class ToolAgentLoop(AgentLoopBase):
             response_logprobs=trajectory.response_logprobs,
             num_turns=trajectory.user_turns + trajectory.assistant_turns + 1,
             extra_fields={
-                "turn_scores": trajectory.turn_scores, "tool_rewards": trajectory.tool_rewards,
+                "turn_scores": trajectory.turn_scores,
+                "tool_rewards": trajectory.tool_rewards,
             },
             turn_rewards=trajectory.turn_rewards,
             tool_calls=trajectory.tool_calls,
-        )  # fmt: skip
+        )
 
     # ------------------------------------------------------------------ states
 
@@ -220,10 +221,14 @@ class ToolAgentLoop(AgentLoopBase):
             if self.server_manager.timeline.is_detailed:
                 event[DETAIL] = {"arguments": [call.arguments for call in trajectory.calls]}
             event["calls"] = [
-                {"name": o.name, "status": o.status, "seconds": round(o.seconds, 4),
-                 "metrics": o.metrics}
+                {
+                    "name": o.name,
+                    "status": o.status,
+                    "seconds": round(o.seconds, 4),
+                    "metrics": o.metrics,
+                }
                 for o in outcomes
-            ]  # fmt: skip
+            ]
         for outcome in outcomes:
             # Names that a model makes up would each be a metric of their own.
             name = outcome.name if outcome.name in tools.tools else "other"

@@ -1,1 +1,1 @@
-"""The commands of `caldera`, one module or package each; the trainings live in `caldera.trainer`."""
+"""The commands of `caldera` beside training: one module or package each."""

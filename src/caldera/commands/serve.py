@@ -66,9 +66,13 @@ def serve(config: ServeConfig) -> None:
         account = serving.close(config.server.shutdown_seconds)
     logger.info(
         "ended: %d requests answered, %d refused, %d given up by clients, %d cut off and told so, "
-        "%d lost", account.answered, account.refused, account.cancelled, account.cut_off,
+        "%d lost",
+        account.answered,
+        account.refused,
+        account.cancelled,
+        account.cut_off,
         account.lost,
-    )  # fmt: skip
+    )
 
 
 def start(config: ServeConfig) -> Serving:
@@ -76,9 +80,10 @@ def start(config: ServeConfig) -> Serving:
     disable_progress_bar()  # of transformers
     log_chosen(resolve_serve(config, torch.cuda.device_count()))
     model = ModelConfig(
-        path=config.model.path, trust_remote_code=config.model.trust_remote_code,
+        path=config.model.path,
+        trust_remote_code=config.model.trust_remote_code,
         external_lib=config.model.external_lib,
-    )  # fmt: skip
+    )
     import_external(model, MODEL_KEY)
     _check_names(config)
     tokenizer = _tokenizer(config)
@@ -99,10 +104,15 @@ def start(config: ServeConfig) -> Serving:
     rollout.decode = served.text
     sampler = AsyncSampler(rollout)
     server = SessionServer(
-        sampler, served, config.server.host, config.server.port, seed=keys.seed,
-        tool_format=config.server.tool_format, recorder=Recorder(config.server.max_sessions),
+        sampler,
+        served,
+        config.server.host,
+        config.server.port,
+        seed=keys.seed,
+        tool_format=config.server.tool_format,
+        recorder=Recorder(config.server.max_sessions),
         restarts=lambda: rollout.restarts,
-    )  # fmt: skip
+    )
     return Serving(rollout, sampler, server)
 
 

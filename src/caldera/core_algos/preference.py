@@ -30,9 +30,7 @@ def bradley_terry_loss(
     difference = chosen - rejected
     losses = -logsigmoid(difference if margin is None else difference - margin)
     metrics = _rated(chosen, rejected)
-    return losses, {
-        **metrics, "chosen_score": chosen.detach(), "rejected_score": rejected.detach()
-    }  # fmt: skip
+    return losses, {**metrics, "chosen_score": chosen.detach(), "rejected_score": rejected.detach()}
 
 
 def dpo_loss(

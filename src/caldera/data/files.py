@@ -257,19 +257,25 @@ class Rows(Sequence[Row]):
         return Rows([self._rows[index] for index in chosen], self._table, numbers)
 
     def filter(
-        self, function: Callable[..., Any], with_indices: bool = False,
-        fn_kwargs: Mapping[str, Any] | None = None, **others: Any,
-    ) -> Rows:  # fmt: skip
+        self,
+        function: Callable[..., Any],
+        with_indices: bool = False,
+        fn_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> Rows:
         """The rows for which the function says true."""
         _check_arguments("filter", others)
         call = _caller(function, with_indices, fn_kwargs)
         return self.select([i for i, row in enumerate(self._rows) if call(dict(row), i)])
 
     def map(
-        self, function: Callable[..., Any], with_indices: bool = False,
+        self,
+        function: Callable[..., Any],
+        with_indices: bool = False,
         fn_kwargs: Mapping[str, Any] | None = None,
-        remove_columns: str | Sequence[str] = (), **others: Any,
-    ) -> Rows:  # fmt: skip
+        remove_columns: str | Sequence[str] = (),
+        **others: Any,
+    ) -> Rows:
         """Each row with the columns that the function returns for it."""
         _check_arguments("map", others)
         call = _caller(function, with_indices, fn_kwargs)

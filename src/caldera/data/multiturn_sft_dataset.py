@@ -82,8 +82,9 @@ class MultiTurnSFTDataset(Dataset[Row]):
         messages = chat_messages(self._given(row, key), what)
         if not any(message["role"] == ASSISTANT for message in messages):
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-            raise DataError(f"{what} has nothing to train on: no message of {ASSISTANT!r}, "
-                            f"only of {roles}")  # fmt: skip
+            raise DataError(
+                f"{what} has nothing to train on: no message of {ASSISTANT!r}, only of {roles}"
+            )
         # Templates ask what is in the content, also where there are calls of tools alone.
         return [{"content": "", **message} for message in messages]
 

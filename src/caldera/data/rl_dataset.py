@@ -143,8 +143,11 @@ class RLHFDataset(Dataset[Row]):
             logger.warning(
                 "%s has %d rows, more than the %d that data.train_max_samples or "
                 "data.val_max_samples asks for: it does not call super(), so it must choose them "
-                "itself, by self.max_samples", self._hook, len(self._rows), self.max_samples,
-            )  # fmt: skip
+                "itself, by self.max_samples",
+                self._hook,
+                len(self._rows),
+                self.max_samples,
+            )
         if self.dataframe is not self._fitting:
             self._filter()
         if not len(self._rows):

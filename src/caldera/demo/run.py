@@ -113,9 +113,14 @@ def prepare_tiny(folder: Path) -> None:
     wanted = f"Supervised start, until {START_ACCURACY:.0%} are right"
     with TrainingProgress(MAX_WARM_START_STEPS, description=wanted) as progress:
         reached = warm_start(
-            model, tokenizer, train, held_out, START_ACCURACY, MAX_WARM_START_STEPS,
+            model,
+            tokenizer,
+            train,
+            held_out,
+            START_ACCURACY,
+            MAX_WARM_START_STEPS,
             lambda step, accuracy: progress.update(step, accuracy=accuracy),
-        )  # fmt: skip
+        )
     print_line(f"The model answers {reached:.0%} of the held-out sums: GRPO takes over")
     model.save_pretrained(folder / "start")
     tokenizer.save_pretrained(folder / "start")

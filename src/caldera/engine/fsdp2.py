@@ -99,9 +99,13 @@ class Fsdp2Layout(ShardedLayout):
             shard = rows[place] if place < len(rows) else part[:0]
             local = shard.to(home, copy=True).contiguous()
             whole = DTensor.from_local(
-                local, parameter.device_mesh, parameter.placements, run_check=False,
-                shape=parameter.shape, stride=parameter.stride(),
-            )  # fmt: skip
+                local,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
             made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
             values[name] = made[id(parameter)]
         self.packed.load_state_dict(values, strict=False, assign=True)
@@ -126,14 +130,19 @@ def _shard(
     head = precise_head(packed, options)
     for part in parts:
         fully_shard(
-            part, mesh=meshes.sharding, reshard_after_forward=memory.reshard_after_forward,
+            part,
+            mesh=meshes.sharding,
+            reshard_after_forward=memory.reshard_after_forward,
             mp_policy=MixedPrecisionPolicy() if part is head else precision,
             offload_policy=offload,
-        )  # fmt: skip
+        )
     fully_shard(
-        packed, mesh=meshes.sharding, reshard_after_forward=memory.reshard_after_forward,
-        mp_policy=precision, offload_policy=offload,
-    )  # fmt: skip
+        packed,
+        mesh=meshes.sharding,
+        reshard_after_forward=memory.reshard_after_forward,
+        mp_policy=precision,
+        offload_policy=offload,
+    )
     if memory.forward_prefetch:
         for before, after in pairwise(parts):
             before.set_modules_to_forward_prefetch([after])  # type: ignore[operator]

@@ -131,9 +131,12 @@ class PackedModel(nn.Module):
         self._offloads = offloads
 
     def forward(
-        self, packed: PackedRows, names: Sequence[OutputName], temperature: float = 1.0,
+        self,
+        packed: PackedRows,
+        names: Sequence[OutputName],
+        temperature: float = 1.0,
         reference: FrozenStates | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
+    ) -> dict[str, Tensor]:
         """What is named, of each of the n places, (n,). `full_kl` is that from the reference.
 
         Without names: the hidden states (n, H) there and the language head (V, H).
@@ -151,9 +154,12 @@ class PackedModel(nn.Module):
         return exact
 
     def _forward(
-        self, packed: PackedRows, names: Sequence[OutputName], temperature: float,
+        self,
+        packed: PackedRows,
+        names: Sequence[OutputName],
+        temperature: float,
         reference: FrozenStates | None,
-    ) -> dict[str, Tensor]:  # fmt: skip
+    ) -> dict[str, Tensor]:
         with self._kept_activations():
             hidden = self._hidden(packed)  # (n, H)
         if not names:

@@ -43,8 +43,11 @@ def read_extra(folder: Path, rank: int, ranks: int) -> Any:
         return read_file(own)
     logger.warning(
         "%s was written by another number of ranks than the %d there are now: random generators "
-        "go on from the state of rank 0 in %s", folder, ranks, others[0].name,
-    )  # fmt: skip
+        "go on from the state of rank 0 in %s",
+        folder,
+        ranks,
+        others[0].name,
+    )
     return read_file(others[0])
 
 

@@ -116,5 +116,7 @@ def _report(interaction: BaseInteraction, error: BaseException) -> None:
         _reported.add((interaction.name, type(error)))
         logger.warning(
             "the interaction %s failed, and the trajectory goes on; more of this kind are not "
-            "logged", interaction.name, exc_info=error,
-        )  # fmt: skip
+            "logged",
+            interaction.name,
+            exc_info=error,
+        )

@@ -94,9 +94,11 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def merged_weights(
-    model: nn.Module, state: Mapping[str, Tensor], whole: Callable[[Tensor], Tensor],
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    whole: Callable[[Tensor], Tensor],
     merged: bool = True,
-) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) of each parameter in the state of a model with adapters.
 
     The state's names may have peft's prefix or not. Adapters are `merged`, or left out.

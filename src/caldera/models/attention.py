@@ -132,9 +132,17 @@ def flash_attention(
     """
     reach = (-1, 0) if window is None else (window - 1, 0)
     out = varlen_attn(
-        query.contiguous(), key.contiguous(), value.contiguous(), cu_queries, cu_keys,
-        max_queries, max_keys, scale=scale, window_size=reach, **_ANNOUNCED,
-    )  # fmt: skip
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        cu_queries,
+        cu_keys,
+        max_queries,
+        max_keys,
+        scale=scale,
+        window_size=reach,
+        **_ANNOUNCED,
+    )
     assert isinstance(out, Tensor)
     return out
 

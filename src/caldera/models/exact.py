@@ -89,8 +89,18 @@ def _forms(*names: str) -> set[Any]:
 
 
 _ELEMENTWISE = _forms(
-    "cos", "sin", "exp", "log", "rsqrt", "sigmoid", "tanh", "silu", "gelu", "softplus", "erf",
-)  # fmt: skip
+    "cos",
+    "sin",
+    "exp",
+    "log",
+    "rsqrt",
+    "sigmoid",
+    "tanh",
+    "silu",
+    "gelu",
+    "softplus",
+    "erf",
+)
 _EXACT: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_forms("linear"), linear),
     **dict.fromkeys(_forms("matmul", "mm", "__matmul__"), matmul),

@@ -35,21 +35,48 @@ def product(
     tile = (128, 256) if columns >= WIDE else (128, 64) if rows <= 512 else (64, 128)
     grid = (triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]),)
     _product_kernel[grid](
-        values, weight, out if bias is None else bias, out, rows, columns, depth,
-        values.stride(0), values.stride(1), weight.stride(0), weight.stride(1), out.stride(0),
-        ROWS=tile[0], COLUMNS=tile[1], DEPTH=DEPTH, BIASED=bias is not None, num_stages=4,
-        num_warps=8 if columns >= WIDE else 4, enable_fp_fusion=True,
-    )  # fmt: skip
+        values,
+        weight,
+        out if bias is None else bias,
+        out,
+        rows,
+        columns,
+        depth,
+        values.stride(0),
+        values.stride(1),
+        weight.stride(0),
+        weight.stride(1),
+        out.stride(0),
+        ROWS=tile[0],
+        COLUMNS=tile[1],
+        DEPTH=DEPTH,
+        BIASED=bias is not None,
+        num_stages=4,
+        num_warps=8 if columns >= WIDE else 4,
+        enable_fp_fusion=True,
+    )
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _product_kernel(
-    values: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, rows: tl.tensor,
-    columns: tl.tensor, depth: tl.tensor, value_row: tl.tensor, value_cell: tl.tensor,
-    weight_row: tl.tensor, weight_cell: tl.tensor, out_row: tl.tensor, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr,
-) -> None:  # fmt: skip
+    values: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    depth: tl.tensor,
+    value_row: tl.tensor,
+    value_cell: tl.tensor,
+    weight_row: tl.tensor,
+    weight_cell: tl.tensor,
+    out_row: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BIASED: tl.constexpr,
+) -> None:
     """Programs that share rows of the weight follow each other, so that it is read once."""
     tiles = tl.cdiv(rows, ROWS)
     row = (tl.program_id(0) % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -99,17 +126,30 @@ def rms_norm(values: Tensor, weight: Tensor, epsilon: float, shifted: bool) -> T
     rows = values.reshape(-1, width)
     out = torch.empty(rows.shape, dtype=values.dtype, device=values.device)
     _norm_kernel[(len(rows),)](
-        rows, weight, out, width, rows.stride(0), epsilon,
-        WIDTH=triton.next_power_of_2(width), SHIFTED=shifted, **OPTIONS,
-    )  # fmt: skip
+        rows,
+        weight,
+        out,
+        width,
+        rows.stride(0),
+        epsilon,
+        WIDTH=triton.next_power_of_2(width),
+        SHIFTED=shifted,
+        **OPTIONS,
+    )
     return out.view(values.shape)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm_kernel(
-    values: tl.tensor, weight: tl.tensor, out: tl.tensor, width: tl.tensor, stride: tl.tensor,
-    epsilon: tl.tensor, WIDTH: tl.constexpr, SHIFTED: tl.constexpr,
-) -> None:  # fmt: skip
+    values: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    stride: tl.tensor,
+    epsilon: tl.tensor,
+    WIDTH: tl.constexpr,
+    SHIFTED: tl.constexpr,
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     cell = tl.arange(0, WIDTH)
     inside = cell < width
@@ -153,26 +193,61 @@ def attend(
         strides = (key_heads * width, width, key_heads * width, width, tables.stride(0))
     group = heads // key_heads
     _attention_kernel[(tokens, key_heads)](
-        query, keys, values, out, positions, pointers, tables, rows,
-        query.stride(0), query.stride(1), *strides,
-        scale * 1.4426950408889634, window or 0,
-        GROUP=group, WIDTH=width, GROUP_PADDED=max(SMALLEST_PRODUCT, triton.next_power_of_2(group)),
-        WIDTH_PADDED=triton.next_power_of_2(width), PAGE=page, KEYS=KEYS,
-        PAGED=paged is not None, WINDOWED=window is not None, num_stages=3, **OPTIONS,
-    )  # fmt: skip
+        query,
+        keys,
+        values,
+        out,
+        positions,
+        pointers,
+        tables,
+        rows,
+        query.stride(0),
+        query.stride(1),
+        *strides,
+        scale * 1.4426950408889634,
+        window or 0,
+        GROUP=group,
+        WIDTH=width,
+        GROUP_PADDED=max(SMALLEST_PRODUCT, triton.next_power_of_2(group)),
+        WIDTH_PADDED=triton.next_power_of_2(width),
+        PAGE=page,
+        KEYS=KEYS,
+        PAGED=paged is not None,
+        WINDOWED=window is not None,
+        num_stages=3,
+        **OPTIONS,
+    )
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attention_kernel(
-    query: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, positions: tl.tensor,
-    pointers: tl.tensor, tables: tl.tensor, rows: tl.tensor, query_stride: tl.tensor,
-    query_head: tl.tensor, key_stride: tl.tensor, key_head: tl.tensor, value_stride: tl.tensor,
-    value_head: tl.tensor, table_stride: tl.tensor, scale: tl.tensor, window: tl.tensor,
-    GROUP: tl.constexpr, WIDTH: tl.constexpr, GROUP_PADDED: tl.constexpr,
-    WIDTH_PADDED: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, PAGED: tl.constexpr,
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    out: tl.tensor,
+    positions: tl.tensor,
+    pointers: tl.tensor,
+    tables: tl.tensor,
+    rows: tl.tensor,
+    query_stride: tl.tensor,
+    query_head: tl.tensor,
+    key_stride: tl.tensor,
+    key_head: tl.tensor,
+    value_stride: tl.tensor,
+    value_head: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
+    window: tl.tensor,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGED: tl.constexpr,
     WINDOWED: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     element: tl.constexpr = query.dtype.element_ty
     position = tl.load(positions + token).to(tl.int32)

@@ -216,10 +216,14 @@ class _ChunkedHead(torch.autograd.Function):
         with _without_autocast(hidden):
             for part, logits in _logits_by_chunk(hidden, weight.to(hidden.dtype)):
                 write(
-                    logits, labels[part], temperature,
-                    log_probs[part], normaliser[part],
-                    _part_of(entropy, part), _part_of(squares, part),
-                )  # fmt: skip
+                    logits,
+                    labels[part],
+                    temperature,
+                    log_probs[part],
+                    normaliser[part],
+                    _part_of(entropy, part),
+                    _part_of(squares, part),
+                )
         ctx.save_for_backward(hidden, weight, labels, normaliser, entropy)
         ctx.temperature = temperature
         if squares is not None:
@@ -238,10 +242,14 @@ class _ChunkedHead(torch.autograd.Function):
         with _without_autocast(hidden):
             for part, logits in _logits_by_chunk(hidden, gradients.weight):
                 of_logits = slope(
-                    logits, labels[part], ctx.temperature,
-                    normaliser[part], _part_of(entropy, part),
-                    grad_log_probs[part], _part_of(grad_entropy, part),
-                )  # fmt: skip
+                    logits,
+                    labels[part],
+                    ctx.temperature,
+                    normaliser[part],
+                    _part_of(entropy, part),
+                    grad_log_probs[part],
+                    _part_of(grad_entropy, part),
+                )
                 gradients.add(part, of_logits)
         return gradients.of_hidden, gradients.of_weight, None, None, None, None
 

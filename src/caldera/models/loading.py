@@ -225,16 +225,24 @@ def save_pretrained(
 
 
 def _load(
-    factory: Any, config: ModelSource, dtype: torch.dtype, seed: int, key: str, empty: bool,
+    factory: Any,
+    config: ModelSource,
+    dtype: torch.dtype,
+    seed: int,
+    key: str,
+    empty: bool,
     **extra: Any,
-) -> Loaded:  # fmt: skip
+) -> Loaded:
     import_external(config, key)
     folder, remote = _folder(config, key), config.trust_remote_code
     with _told_as_config_error(config, key):
         model_config, unused = AutoConfig.from_pretrained(
-            folder, return_unused_kwargs=True, trust_remote_code=remote,
-            **config.override_config, **extra,
-        )  # fmt: skip
+            folder,
+            return_unused_kwargs=True,
+            trust_remote_code=remote,
+            **config.override_config,
+            **extra,
+        )
         recipe = Recipe(factory, folder, model_config, dtype, seed, remote)
         loaded = load_empty(recipe) if empty else load_whole(recipe)
     if unused:

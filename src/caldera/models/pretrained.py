@@ -192,8 +192,9 @@ def load_empty(recipe: Recipe) -> Loaded:
             return _with_readers(model, files, places, recipe.seed)
     logger.warning(
         "%s: its files do not hold the model's parameters one by one as safetensors, so the whole "
-        "model is kept in host memory until it is distributed", recipe.path,
-    )  # fmt: skip
+        "model is kept in host memory until it is distributed",
+        recipe.path,
+    )
     whole = load_whole(recipe)
     values = take_values(whole.model)
     readers: dict[str, Reader] = {name: partial(values.__getitem__, name) for name in values}

@@ -8,9 +8,15 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def fold_block(
-    asked: tl.tensor, keys: tl.tensor, values: tl.tensor, inside: tl.tensor, scale: tl.tensor,
-    largest: tl.tensor, total: tl.tensor, gathered: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    asked: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    inside: tl.tensor,
+    scale: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    gathered: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Take the keys and values (n, D) of a block into what was found for the queries (G, D).
 
     That is the largest score so far (G,), in powers of two; the sum of the shares beside it (G,);

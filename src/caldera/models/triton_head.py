@@ -39,10 +39,19 @@ def rows_forward(
     rows, vocabulary = logits.shape
     with torch.cuda.device_of(logits):
         _forward_kernel[(rows,)](
-            logits, labels, log_probs, normaliser, entropy, squares,
-            1.0 / temperature, vocabulary, logits.stride(0),
-            DEPTH=DEPTH, LANES=LANES, **OPTIONS,
-        )  # fmt: skip
+            logits,
+            labels,
+            log_probs,
+            normaliser,
+            entropy,
+            squares,
+            1.0 / temperature,
+            vocabulary,
+            logits.stride(0),
+            DEPTH=DEPTH,
+            LANES=LANES,
+            **OPTIONS,
+        )
 
 
 def rows_backward(
@@ -58,9 +67,17 @@ def rows_backward(
     rows, vocabulary = logits.shape
     with torch.cuda.device_of(logits):
         _backward_kernel[(rows, triton.cdiv(vocabulary, TILE))](
-            logits, labels, normaliser, entropy, grad_log_probs, grad_entropy,
-            1.0 / temperature, logits.stride(0), TILE=TILE, **OPTIONS,
-        )  # fmt: skip
+            logits,
+            labels,
+            normaliser,
+            entropy,
+            grad_log_probs,
+            grad_entropy,
+            1.0 / temperature,
+            logits.stride(0),
+            TILE=TILE,
+            **OPTIONS,
+        )
     return logits
 
 

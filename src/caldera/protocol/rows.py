@@ -24,8 +24,13 @@ from caldera.protocol.serialization import (
 )
 
 OWN_LOADER_OPTIONS = (
-    "dataset", "batch_size", "batch_sampler", "collate_fn", "generator", "pin_memory",
-)  # fmt: skip
+    "dataset",
+    "batch_size",
+    "batch_sampler",
+    "collate_fn",
+    "generator",
+    "pin_memory",
+)
 """What `make_iterator` decides itself, or cannot honour since the loader sees row numbers alone."""
 
 

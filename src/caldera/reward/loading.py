@@ -88,9 +88,11 @@ def load_reward_manager(
     manager: RewardManager
     if is_single(manager_class):
         of_one = manager_class(
-            config=config, tokenizer=tokenizer, compute_score=own_function or by_source,
+            config=config,
+            tokenizer=tokenizer,
+            compute_score=own_function or by_source,
             **{name: make() for name, make in server.items()},
-        )  # fmt: skip
+        )
         manager = SingleRewardManager(of_one, config, tokenizer, num_examine)
     else:
         told: dict[str, Any] = {}

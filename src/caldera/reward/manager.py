@@ -213,8 +213,14 @@ class NaiveRewardManager:
     def keywords(self) -> list[str]:
         """The names of the arguments that the score function is called with."""
         prompt = ["raw_prompt"] if self._takes_prompt else []
-        return ["data_source", "solution_str", "ground_truth", "extra_info", *prompt,
-                *self.reward_kwargs]  # fmt: skip
+        return [
+            "data_source",
+            "solution_str",
+            "ground_truth",
+            "extra_info",
+            *prompt,
+            *self.reward_kwargs,
+        ]
 
     def _messages(self, data: DataProto, row: int) -> list[dict[str, Any]]:
         """The prompt's messages; where a run does not keep them, the prompt as one message."""
@@ -267,8 +273,10 @@ class NaiveRewardManager:
             said = self._sample(data, failed[0]).error(outcomes[failed[0]].error or "")
             logger.error(
                 "%d of %d samples could not be scored. The first: %s",
-                len(failed), len(outcomes), said,
-            )  # fmt: skip
+                len(failed),
+                len(outcomes),
+                said,
+            )
 
     def _show_examples(self, data: DataProto, outcomes: list[Outcome]) -> None:
         if not self.num_examine:
@@ -357,8 +365,9 @@ def _without_nonsense(
         )
     ]
     first = is_bad.tolist().index(True)
-    logger.error("%d rewards make no sense. The first: row %d: %s",
-                 int(is_bad.sum()), first, problems[first])  # fmt: skip
+    logger.error(
+        "%d rewards make no sense. The first: row %d: %s", int(is_bad.sum()), first, problems[first]
+    )
     return rewards.masked_fill(is_bad[:, None], 0), _with_states(outcomes, extras)
 
 

@@ -261,8 +261,10 @@ class ThreadScoring:
         logger.warning(
             "%s: the score function has not come back after %g s. Its thread cannot be stopped and "
             "is left behind; reward_model.reward_manager=prime scores in processes, which are "
-            "ended.", call.name, self._timeout,
-        )  # fmt: skip
+            "ended.",
+            call.name,
+            self._timeout,
+        )
         with self._lock:
             self._first_has_ended = True
             self._step_aside(call)
@@ -321,8 +323,9 @@ class _EventLoop:
                 return
             logger.warning(
                 "%s: an async score function blocks its event loop, where it should await. The "
-                "loop is left behind; calls that wait on it time out.", name,
-            )  # fmt: skip
+                "loop is left behind; calls that wait on it time out.",
+                name,
+            )
             with _EventLoop._lock:
                 if _EventLoop._of_functions is self:
                     _EventLoop._of_functions = None

@@ -163,9 +163,12 @@ class StreamedScoring:
             places = [place for place, _, _ in members]
             prompts = self._prompts[places]
             rows = completions_to_batch(
-                prompts, [completion for _, completion, _ in members], self._response_length,
-                prompts.meta_info["pad_token_id"], False,
-            )  # fmt: skip
+                prompts,
+                [completion for _, completion, _ in members],
+                self._response_length,
+                prompts.meta_info["pad_token_id"],
+                False,
+            )
             rows.non_tensor_batch |= {
                 name: object_array([columns[name] for _, _, columns in members]) for name in names
             }

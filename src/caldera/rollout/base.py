@@ -64,8 +64,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, takes, fine in (
-            ("temperature", f"0, or {LOWEST_TEMPERATURE} and more",
-             self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < inf),
+            (
+                "temperature",
+                f"0, or {LOWEST_TEMPERATURE} and more",
+                self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < inf,
+            ),
             ("top_p", "0 to 1", 0 <= self.top_p <= 1),
             ("min_p", "0 to 1", 0 <= self.min_p <= 1),
             ("repetition_penalty", "more than 0", 0 < self.repetition_penalty < inf),
@@ -73,7 +76,7 @@ class SamplingParams:
             ("frequency_penalty", "a number", isfinite(self.frequency_penalty)),
             ("logprobs", "0 or more", self.logprobs >= 0),
             ("stop", "strings that are not empty", "" not in self.stop),
-        ):  # fmt: skip
+        ):
             if not fine:
                 raise RolloutError(
                     f"sampling parameter {name}={getattr(self, name)!r} cannot be honoured: "

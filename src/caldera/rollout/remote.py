@@ -34,9 +34,16 @@ if TYPE_CHECKING:
 URL = "rollout.remote.url"
 FAILURE = "no answer in {attempts} attempts: {error}"
 SENT = (
-    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "ignore_eos",
-)  # fmt: skip
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+)
 """Parameters that go over as they are."""
 OF_THE_SERVER = ("enable_prefix_caching", "enable_chunked_prefill", "logprobs_mode")
 """Keys that whoever starts the server decides on."""
@@ -205,7 +212,7 @@ def _body(model: str, request: Request) -> dict[str, Any]:
         **{name: getattr(params, name) for name in SENT},
         **({"stop": list(params.stop), "include_stop_str_in_output": True} if params.stop else {}),
         "stop_token_ids": [] if params.ignore_eos else sorted(params.stop_token_ids),
-        "seed": request.seed % SEEDS,
+        "seed": request.seed % SEED_RANGE,
         "logprobs": 0,  # of the sampled token, and of no others
         "return_token_ids": True,
     }
@@ -231,7 +238,7 @@ SECONDS_TO_ANSWER = 3600.0
 API_KEY = "CALDERA_API_KEY"
 """The variable with what a server asks for, if it does: it stands in no config and no dump."""
 UNAUTHORISED = 401
-SEEDS = 2**31
+SEED_RANGE = 2**31
 """A seed fits an integer of 32 bits, in case a server keeps it in one."""
 
 

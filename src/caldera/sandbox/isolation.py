@@ -105,10 +105,17 @@ def _ask_interpreter(path: str, user: int | None) -> Interpreter:
         "sys.version_info[:2], sys.prefix, sys.base_prefix]))"
     )
     answer = subprocess.run(
-        [path, "-I", "-c", question], user=user, group=user,
-        extra_groups=None if user is None else [], cwd="/", env={}, timeout=30,
-        capture_output=True, check=True, text=True,
-    ).stdout  # fmt: skip
+        [path, "-I", "-c", question],
+        user=user,
+        group=user,
+        extra_groups=None if user is None else [],
+        cwd="/",
+        env={},
+        timeout=30,
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
     real_path, version, *prefixes = json.loads(answer)
     if tuple(version) < OLDEST_PYTHON:
         raise ValueError(f"is Python {version[0]}.{version[1]}")

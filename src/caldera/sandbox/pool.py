@@ -207,9 +207,12 @@ class Sandbox:
                     raise
             # If the program ends first, the tests are left without an answer and end as well.
             in_time = exchange(
-                slot, [tested, judge], limits.wall_seconds,
-                lambda: judge.report is not None, is_abandoned,
-            )  # fmt: skip
+                slot,
+                [tested, judge],
+                limits.wall_seconds,
+                lambda: judge.report is not None,
+                is_abandoned,
+            )
             return _verdict(tested, judge, in_time, time.monotonic() - start)
 
         return self._with_slot(use, is_abandoned)

@@ -98,10 +98,17 @@ class Slot:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                command, user=user, group=user, extra_groups=None if user is None else [],
-                env=ENVIRONMENT, cwd="/", start_new_session=True,
-                stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self._errors,
-            )  # fmt: skip
+                command,
+                user=user,
+                group=user,
+                extra_groups=None if user is None else [],
+                env=ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+            )
         self.control.settimeout(SECONDS_TO_START)
         try:
             self.receive()
@@ -110,9 +117,13 @@ class Slot:
             raise
 
     def start(
-        self, mode: Mode, limits: Limits, payload: Mapping[str, Any], stdin: bytes = b"",
+        self,
+        mode: Mode,
+        limits: Limits,
+        payload: Mapping[str, Any],
+        stdin: bytes = b"",
         channel: socket.socket | None = None,
-    ) -> Run:  # fmt: skip
+    ) -> Run:
         """Start a program. `channel` is its line to whoever calls its functions."""
         run = Run(next(self._identifiers), limits.output_bytes)
         payload_end, to_payload = os.pipe()

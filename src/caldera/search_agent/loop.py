@@ -198,8 +198,11 @@ class LLMGenerationManager:
 # ---- What search agents did in a batch, under Search-R1's names
 
 ACTIONS, VALID, SEARCHES, FINISHED = (
-    "search_actions", "search_valid_actions", "search_valid_searches", "search_finished",
-)  # fmt: skip
+    "search_actions",
+    "search_valid_actions",
+    "search_valid_searches",
+    "search_finished",
+)
 
 
 def facts_of(trajectory: SearchTrajectory) -> dict[str, Any]:

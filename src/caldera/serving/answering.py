@@ -119,8 +119,10 @@ class Answer:
         read = sum(map(len, self.asked.prompts))
         written = sum(len(completion.token_ids) for completion in completions)
         return {
-            "prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written,
-        }  # fmt: skip
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+        }
 
     # ---- in chunks
 
@@ -230,15 +232,21 @@ class Answer:
 
     def _envelope(self, kind: str, choices: list[Json]) -> Json:
         return {
-            "id": self._id, "object": kind, "created": self._created, "model": self.model.name,
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self.model.name,
             "choices": choices,
-        }  # fmt: skip
+        }
 
 
 def written(
-    completion: Completion, params: SamplingParams, model: ChatModel, special: bool = False,
+    completion: Completion,
+    params: SamplingParams,
+    model: ChatModel,
+    special: bool = False,
     keeps_stop: bool = False,
-) -> str:  # fmt: skip
+) -> str:
     """The text of a completion, without the token or, unless that is kept, the string that ended
     it; with its special tokens if they count."""
     tokens = completion.token_ids

@@ -65,9 +65,12 @@ class ChatModel:
     def description(self) -> dict[str, object]:
         """As /v1/models shows it."""
         return {
-            "id": self.name, "object": "model", "created": 0, "owned_by": "caldera",
+            "id": self.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "caldera",
             "max_model_len": self.max_length,
-        }  # fmt: skip
+        }
 
 
 RENDERING = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters

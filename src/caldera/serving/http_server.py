@@ -160,9 +160,14 @@ def _make_server(handle: Handler) -> Any:
         await response(scope, receive, send)
 
     config = uvicorn.Config(
-        app, http=PatientProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
+        app,
+        http=PatientProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
         timeout_graceful_shutdown=int(SECONDS_TO_END),
-    )  # fmt: skip
+    )
     return uvicorn.Server(config)
 
 

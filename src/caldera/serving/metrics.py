@@ -84,9 +84,10 @@ class ServerMetrics:
             "malformed_tool_calls_total", "counter", "Calls of tools that could not be read"
         )
         self.encoded_again = Metric(
-            "answers_encoded_again_total", "counter",
+            "answers_encoded_again_total",
+            "counter",
             "Sampled answers whose tokens the chat template did not let through",
-        )  # fmt: skip
+        )
         self.sessions = Metric("sessions", "gauge", "Sessions that are kept")
         self.forgotten = Metric("sessions_forgotten_total", "counter", "Sessions not kept any more")
         self.version = Metric(

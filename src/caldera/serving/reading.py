@@ -31,25 +31,47 @@ RANGES = {
     "repetition_penalty": (0.01, 100.0),
 }
 COMMON = {
-    *RANGES, "ignore_eos", "logprobs", "max_tokens", "model", "n", "return_token_ids", "seed",
-    "session_id", "stop", "stop_token_ids", "stream", "stream_options", "top_k", "user",
-}  # fmt: skip
+    *RANGES,
+    "ignore_eos",
+    "logprobs",
+    "max_tokens",
+    "model",
+    "n",
+    "return_token_ids",
+    "seed",
+    "session_id",
+    "stop",
+    "stop_token_ids",
+    "stream",
+    "stream_options",
+    "top_k",
+    "user",
+}
 KEEPS_STOP = "include_stop_str_in_output"
 FIELDS = {
-    CHAT: COMMON | {
-        "chat_template_kwargs", "max_completion_tokens", "messages", "parallel_tool_calls",
-        "tool_choice", "tools", "top_logprobs",
+    CHAT: COMMON
+    | {
+        "chat_template_kwargs",
+        "max_completion_tokens",
+        "messages",
+        "parallel_tool_calls",
+        "tool_choice",
+        "tools",
+        "top_logprobs",
     },
     TEXT: COMMON | {KEEPS_STOP, "prompt"},
-}  # fmt: skip
+}
 TOOL_CHOICES = ("auto", "none")
 NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     CHAT: {
-        "logit_bias": ({},), "modalities": (["text"],), "response_format": ({"type": "text"},),
-        "service_tier": ("auto", "default"), "store": (False,),
+        "logit_bias": ({},),
+        "modalities": (["text"],),
+        "response_format": ({"type": "text"},),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
     },
     TEXT: {"echo": (False,), "logit_bias": ({},)},
-}  # fmt: skip
+}
 """Fields of the protocol that nothing here honours, with the values that ask for nothing."""
 
 Fields = Mapping[str, Any]
@@ -156,10 +178,16 @@ def read_request(
         samples += [Request(tokens, params, each, session) for each in seeds]
     streams = _switch(fields, "stream")
     return Asked(
-        path, prompts, samples, wants_log_probs, streams, _tells_usage(fields, streams),
-        _switch(fields, "return_token_ids"), bool(path == CHAT and tools_of(fields)),
+        path,
+        prompts,
+        samples,
+        wants_log_probs,
+        streams,
+        _tells_usage(fields, streams),
+        _switch(fields, "return_token_ids"),
+        bool(path == CHAT and tools_of(fields)),
         _switch(fields, KEEPS_STOP),
-    )  # fmt: skip
+    )
 
 
 def text_prompts(fields: Fields, model: ChatModel) -> list[list[int]]:

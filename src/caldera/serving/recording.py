@@ -34,9 +34,14 @@ class Turn:
     @staticmethod
     def of(request: int, prompt: Sequence[int], sampled: Completion, seconds: float) -> Turn:
         return Turn(
-            request, list(prompt), list(sampled.token_ids), list(sampled.log_probs),
-            sampled.token_versions(), sampled.finish_reason, seconds,
-        )  # fmt: skip
+            request,
+            list(prompt),
+            list(sampled.token_ids),
+            list(sampled.log_probs),
+            sampled.token_versions(),
+            sampled.finish_reason,
+            seconds,
+        )
 
 
 @dataclass

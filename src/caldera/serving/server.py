@@ -158,9 +158,12 @@ class SessionServer:
         failed = metrics.lost.total()
         refused = metrics.requests.total() - answered - cut_off - failed
         return Account(
-            int(answered), int(refused), int(metrics.cancelled.total()), int(cut_off),
+            int(answered),
+            int(refused),
+            int(metrics.cancelled.total()),
+            int(cut_off),
             int(failed + unanswered),
-        )  # fmt: skip
+        )
 
     # ---- requests
 

@@ -59,9 +59,12 @@ def loopback_store() -> Any:
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     return dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", port, is_master=True, wait_for_workers=False,
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
         master_listen_fd=listening.detach(),
-    )  # fmt: skip
+    )
 
 
 def run_rank(settings: RankSettings, connection: Connection) -> None:

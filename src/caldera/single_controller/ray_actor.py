@@ -116,9 +116,13 @@ class RankActor:
         def port() -> int:
             # The system chooses the port, and no other process can take it before the ranks do.
             self.store = dist.TCPStore(  # type: ignore[attr-defined]
-                address, 0, world_size, is_master=True, wait_for_workers=False,
+                address,
+                0,
+                world_size,
+                is_master=True,
+                wait_for_workers=False,
                 timeout=timedelta(seconds=timeout_s),
-            )  # fmt: skip
+            )
             return int(self.store.port)
 
         return self._answer(START, port)
@@ -159,9 +163,11 @@ class RankActor:
     def _join(self, settings: RankSettings) -> None:
         environment = settings.environment
         store = self.store or dist.TCPStore(  # type: ignore[attr-defined]
-            environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False,
+            environment["MASTER_ADDR"],
+            int(environment["MASTER_PORT"]),
+            is_master=False,
             timeout=timedelta(seconds=settings.start_timeout_s),
-        )  # fmt: skip
+        )
         on_gpu = settings.device.startswith("cuda")
         if on_gpu:
             torch.cuda.set_device(0)  # the only one that this process sees
@@ -171,9 +177,11 @@ class RankActor:
             _choose_interface()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=store, rank=self.rank, world_size=settings.world_size,
+            store=store,
+            rank=self.rank,
+            world_size=settings.world_size,
             timeout=timedelta(seconds=settings.timeout_s),
-        )  # fmt: skip
+        )
 
 
 def enter(folder: str) -> None:

@@ -170,9 +170,13 @@ class RayWorkerGroup(FailingGroup):
     ) -> RayWorkerGroup:
         """The group of actors that are there already, by their names or handles, in rank order."""
         return cls(
-            None, ray_cls_with_init, name_prefix=name_prefix, worker_names=worker_names,
-            worker_handles=worker_handles, **options,
-        )  # fmt: skip
+            None,
+            ray_cls_with_init,
+            name_prefix=name_prefix,
+            worker_names=worker_names,
+            worker_handles=worker_handles,
+            **options,
+        )
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
         """Make the group of each of these roles an attribute of this one."""

@@ -167,12 +167,13 @@ class RayResourcePool(ResourcePool):
         ray = ray_module()
         self._groups = [
             ray.util.placement_group(
-                [self.bundle] * processes, strategy=strategy,
+                [self.bundle] * processes,
+                strategy=strategy,
                 name=f"{self.name_prefix}node_{node}",
                 lifetime="detached" if self.detached else None,
             )
             for node, processes in enumerate(self.store)
-        ]  # fmt: skip
+        ]
         try:
             self._wait_for_room(wait_s)
         except ConfigError:
@@ -215,9 +216,13 @@ class SubRayResourcePool(RayResourcePool):
 
     def __init__(self, pool: RayResourcePool, slots: Sequence[Slot]) -> None:
         super().__init__(
-            None, pool.use_gpu, pool.name_prefix, pool.max_colocate_count, pool.detached,
+            None,
+            pool.use_gpu,
+            pool.name_prefix,
+            pool.max_colocate_count,
+            pool.detached,
             pool.accelerator_type,
-        )  # fmt: skip
+        )
         self.slots = list(slots)
         self.pool = pool
 
@@ -242,9 +247,13 @@ class _JoinedRayResourcePool(RayResourcePool):
 
     def __init__(self, first: RayResourcePool, second: RayResourcePool) -> None:
         super().__init__(
-            [*first.store, *second.store], first.use_gpu, first.name_prefix,
-            first.max_colocate_count, first.detached, first.accelerator_type,
-        )  # fmt: skip
+            [*first.store, *second.store],
+            first.use_gpu,
+            first.name_prefix,
+            first.max_colocate_count,
+            first.detached,
+            first.accelerator_type,
+        )
         self.pools = first, second
 
     def get_placement_groups(

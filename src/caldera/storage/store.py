@@ -21,8 +21,15 @@ from caldera.storage.http import HttpFiles
 from caldera.storage.paths import check_name, check_names, shown_url
 
 CONTENT_MARKS = (
-    "ETag", "etag", "md5Hash", "content_md5", "checksum", "crc32c", "sha256", "blob_id",
-)  # fmt: skip
+    "ETag",
+    "etag",
+    "md5Hash",
+    "content_md5",
+    "checksum",
+    "crc32c",
+    "sha256",
+    "blob_id",
+)
 """What stores call a value that changes with a file's content."""
 TIME_MARKS = ("mtime", "LastModified", "last_modified", "updated", "modificationTime", "created")
 """What they call the time of its last change, for want of such a value."""

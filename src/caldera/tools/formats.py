@@ -104,8 +104,10 @@ TOOL_PARSERS: Registry[type[ToolParser]] = Registry("actor_rollout_ref.rollout.m
 def _warn_once(parser: str, error: str) -> None:
     logger.warning(
         "%s could not read an answer, %s, which the model was told; more of this kind are not "
-        "logged", parser, error,
-    )  # fmt: skip
+        "logged",
+        parser,
+        error,
+    )
 
 
 def read_call(text: str, into: ParsedCalls) -> None:

@@ -106,9 +106,12 @@ def _are_names(given: Any) -> bool:
 
 
 def _selected(
-    cls: type[MCPTool], config: Mapping[str, Any], servers: list[Server],
-    names: list[str] | None, where: str,
-) -> list[BaseTool]:  # fmt: skip
+    cls: type[MCPTool],
+    config: Mapping[str, Any],
+    servers: list[Server],
+    names: list[str] | None,
+    where: str,
+) -> list[BaseTool]:
     offered: dict[str, Server] = {}
     tools: list[BaseTool] = []
     for server in servers:

@@ -137,9 +137,13 @@ class ToolRunner:
             told = str(error) or type(error).__name__
             return self._refusal(tool.name, "error", told, time.perf_counter() - start)
         return ToolOutcome(
-            tool.name, self._shown(response.text or ""), "ok", reward, metrics,
+            tool.name,
+            self._shown(response.text or ""),
+            "ok",
+            reward,
+            metrics,
             time.perf_counter() - start,
-        )  # fmt: skip
+        )
 
     async def _attempts(
         self, tool: BaseTool, arguments: dict[str, Any], state: ToolState
@@ -175,8 +179,9 @@ class ToolRunner:
             self._reported.add((name, type(error)))
             logger.warning(
                 "The tool %s failed, which the model was told; more of this kind are not logged",
-                name, exc_info=error,
-            )  # fmt: skip
+                name,
+                exc_info=error,
+            )
 
 
 class _TimeUp(Exception):

@@ -157,9 +157,12 @@ class SearchTool(BaseTool):
         if timeout is None:
             raise ConfigError("config.timeout=null: a search needs a number of seconds")
         self._client = RetrieverClient(
-            options.retrieval_service_url, options.topk, timeout, options.attempts,
+            options.retrieval_service_url,
+            options.topk,
+            timeout,
+            options.attempts,
             key="config.retrieval_service_url",
-        )  # fmt: skip
+        )
         # The client sees to attempts and their timeouts.
         self.limits = replace(self.limits, timeout=None, attempts=1)
         if not options.enable_global_rate_limit:

@@ -47,8 +47,10 @@ class Losses:
         if is_first:
             logger.warning(
                 "%s: %s has failed, and the run goes on without what it loses: %s",
-                self._key, self._name, reason,
-            )  # fmt: skip
+                self._key,
+                self._name,
+                reason,
+            )
 
     def tell(self) -> None:
         """The sum, when the run is over."""

@@ -14,9 +14,16 @@ from caldera.tracking import backends
 from caldera.tracking.background import Background, Losses
 
 __all__ = [
-    "GENERATION", "TOKENS", "TRACERS", "Span", "Trace", "TraceBackend", "TraceWriter", "TracedRun",
+    "GENERATION",
+    "TOKENS",
+    "TRACERS",
+    "Span",
+    "Trace",
+    "TraceBackend",
+    "TraceWriter",
+    "TracedRun",
     "check_tracer",
-]  # fmt: skip
+]
 
 KEY = "actor_rollout_ref.rollout.trace.backend"
 TOKENS = "token_ids"

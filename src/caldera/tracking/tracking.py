@@ -36,10 +36,22 @@ PATH_VARIABLE, ROOT_VARIABLE = "VERL_FILE_LOGGER_PATH", "VERL_FILE_LOGGER_ROOT"
 
 SHORT, ALL = "short", "all"
 SHORT_METRICS = (
-    "critic/score/mean", "val-core/*", "response_length/mean", "actor/entropy", "actor/ppo_kl",
-    "actor/kl_loss", "actor/pg_loss", "actor/grad_norm", "actor/lr", "perf/throughput",
-    "perf/time_per_step", "perf/max_memory_allocated_gb", "train/*", "val/*", "tracking/lost_rows",
-)  # fmt: skip
+    "critic/score/mean",
+    "val-core/*",
+    "response_length/mean",
+    "actor/entropy",
+    "actor/ppo_kl",
+    "actor/kl_loss",
+    "actor/pg_loss",
+    "actor/grad_norm",
+    "actor/lr",
+    "perf/throughput",
+    "perf/time_per_step",
+    "perf/max_memory_allocated_gb",
+    "train/*",
+    "val/*",
+    "tracking/lost_rows",
+)
 """What `short` stands for: about ten numbers a step, of which a run has those of its kind."""
 
 

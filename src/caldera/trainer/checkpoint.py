@@ -318,8 +318,10 @@ class CheckpointFolder:
         folder = self.root / step_folder(steps[0])
         logger.warning(
             "%s is missing: going on from the newest complete checkpoint, %s; "
-            "trainer.resume_mode=disable starts anew", self.root / TRACKER, folder,
-        )  # fmt: skip
+            "trainer.resume_mode=disable starts anew",
+            self.root / TRACKER,
+            folder,
+        )
         write_text_atomic(self.root / TRACKER, [str(steps[0])])
         return folder
 

@@ -178,25 +178,33 @@ class ConfigCommand(Generic[C]):
 
     def parser(self) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(
-            prog=self.prog, description=self.description, add_help=False,
+            prog=self.prog,
+            description=self.description,
+            add_help=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
+        )
         parser.add_argument(
-            *("-h", "--help"), nargs="?", const="", metavar="KEY",
+            *("-h", "--help"),
+            nargs="?",
+            const="",
+            metavar="KEY",
             help="show this and every key; with KEY, a key or group, that alone",
-        )  # fmt: skip
+        )
         parser.add_argument(
-            "--config-name", default=self.config_name, metavar="NAME",
+            "--config-name",
+            default=self.config_name,
+            metavar="NAME",
             help=f"YAML file to start from ({self.config_name})",
-        )  # fmt: skip
+        )
         parser.add_argument(
             "--config-path", metavar="FOLDER", help="folder of that file (Caldera's own)"
         )
         parser.add_argument(
-            "--cfg", choices=self._shown(),
+            "--cfg",
+            choices=self._shown(),
             help="print the resolved config and stop: job, all of it"
             + ("; short, what most runs set" if "short" in self._shown() else ""),
-        )  # fmt: skip
+        )
         parser.add_argument("key=value", nargs="*", help="values of config keys")
         return parser
 

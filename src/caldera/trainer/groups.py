@@ -79,7 +79,11 @@ def local_groups(
     if pool.world_size == 1:
         return {role: LocalWorkerGroup(pool, recipe, role) for role, recipe in recipes.items()}
     whole = LocalWorkerGroup(
-        pool, create_colocated_worker_cls(recipes), "_".join(recipes),
-        device=device, timeout_s=timeout_s, log_dir=log_dir,
-    )  # fmt: skip
+        pool,
+        create_colocated_worker_cls(recipes),
+        "_".join(recipes),
+        device=device,
+        timeout_s=timeout_s,
+        log_dir=log_dir,
+    )
     return whole.spawn(recipes)

@@ -51,9 +51,20 @@ FORWARDING_S = 2.0
 REACH_S = 10.0
 """How long the cluster's address may take to answer."""
 OWN_PREFIXES = (
-    "AWS_", "AZURE_", "CALDERA_", "CLEARML_", "FSSPEC_", "GOOGLE_", "HF_", "MLFLOW_", "SWANLAB_",
-    "TENSORBOARD_", "TRACKIO_", "VERL_", "WANDB_",
-)  # fmt: skip
+    "AWS_",
+    "AZURE_",
+    "CALDERA_",
+    "CLEARML_",
+    "FSSPEC_",
+    "GOOGLE_",
+    "HF_",
+    "MLFLOW_",
+    "SWANLAB_",
+    "TENSORBOARD_",
+    "TRACKIO_",
+    "VERL_",
+    "WANDB_",
+)
 """Variables of the user's shell that hold in all processes: Caldera's, and those of stores and
 loggers."""
 

@@ -227,8 +227,9 @@ class CheckpointUploads:
             if self._pending:
                 logger.warning(
                     "not uploaded to %s: %s; starting the run again uploads the newest one",
-                    self._remote.shown, ", ".join(map(step_folder, sorted(self._pending))),
-                )  # fmt: skip
+                    self._remote.shown,
+                    ", ".join(map(step_folder, sorted(self._pending))),
+                )
 
     def _work(self) -> None:
         try:
@@ -260,8 +261,11 @@ class CheckpointUploads:
                 self.failed += 1
             logger.warning(
                 "%s could not be uploaded to %s: %s; the next save tries again (%d failed so far)",
-                step_folder(step), self._remote.shown, reason_of(error), self.failed,
-            )  # fmt: skip
+                step_folder(step),
+                self._remote.shown,
+                reason_of(error),
+                self.failed,
+            )
             return
         with self._changed:
             self._pending.discard(step)

@@ -58,9 +58,14 @@ def open_run(config: RunConfig, run_dir: Path, step: int, last_step: int) -> Tra
         write_text_atomic(run_dir / "config.yaml", [masked_yaml(config)])
         write_bundle(run_dir / name, config, "trainer.default_local_dir")
     return Tracking(
-        trainer.project_name, trainer.experiment_name, trainer.logger, masked_dict(config),
-        run_dir, step, trainer.console_metrics,
-    )  # fmt: skip
+        trainer.project_name,
+        trainer.experiment_name,
+        trainer.logger,
+        masked_dict(config),
+        run_dir,
+        step,
+        trainer.console_metrics,
+    )
 
 
 def check_steps_left(config: RunConfig, step: int, last_step: int) -> None:

@@ -11,28 +11,94 @@ import yaml
 from caldera.config import config_to_dict
 
 __all__ = [
-    "SHOWN_VARIABLES", "is_masked", "is_shown_variable", "masked_arguments", "masked_dict",
-    "masked_text", "masked_values", "masked_yaml",
-]  # fmt: skip
+    "SHOWN_VARIABLES",
+    "is_masked",
+    "is_shown_variable",
+    "masked_arguments",
+    "masked_dict",
+    "masked_text",
+    "masked_values",
+    "masked_yaml",
+]
 
 MASK = "***"
 SECRET = re.compile(
     r"(api|access|private|account)[_-]?key|secret|passwo?r?d|authorization|credential", re.I
 )
 """In names of secrets, whatever stands around it."""
-WORDS = frozenset({
-    "auth", "bearer", "cookie", "cookies", "creds", "hmac", "jwt", "otp", "passcode", "passphrase",
-    "pw", "pwd", "signature",
-})  # fmt: skip
+WORDS = frozenset(
+    {
+        "auth",
+        "bearer",
+        "cookie",
+        "cookies",
+        "creds",
+        "hmac",
+        "jwt",
+        "otp",
+        "passcode",
+        "passphrase",
+        "pw",
+        "pwd",
+        "signature",
+    }
+)
 """Whole words in names of secrets: an `author` is none."""
-OWNERS = frozenset({
-    "anthropic", "auth", "aws", "azure", "bing", "cert", "certificate", "cipher", "claude",
-    "clearml", "client", "cohere", "comet", "dashscope", "deepseek", "encryption", "endpoint",
-    "fireworks", "gcp", "gemini", "google", "grader", "groq", "hf", "hmac", "hub", "huggingface",
-    "judge", "kms", "license", "llm", "master", "mistral", "openai", "openrouter", "replicate",
-    "serper", "server", "service", "sign", "signing", "ssh", "ssl", "subscription", "swanlab",
-    "tavily", "tls", "together", "verifier", "wandb", "xai",
-})  # fmt: skip
+OWNERS = frozenset(
+    {
+        "anthropic",
+        "auth",
+        "aws",
+        "azure",
+        "bing",
+        "cert",
+        "certificate",
+        "cipher",
+        "claude",
+        "clearml",
+        "client",
+        "cohere",
+        "comet",
+        "dashscope",
+        "deepseek",
+        "encryption",
+        "endpoint",
+        "fireworks",
+        "gcp",
+        "gemini",
+        "google",
+        "grader",
+        "groq",
+        "hf",
+        "hmac",
+        "hub",
+        "huggingface",
+        "judge",
+        "kms",
+        "license",
+        "llm",
+        "master",
+        "mistral",
+        "openai",
+        "openrouter",
+        "replicate",
+        "serper",
+        "server",
+        "service",
+        "sign",
+        "signing",
+        "ssh",
+        "ssl",
+        "subscription",
+        "swanlab",
+        "tavily",
+        "tls",
+        "together",
+        "verifier",
+        "wandb",
+        "xai",
+    }
+)
 """The word before `key` in names of secrets: a `judge_prompt_key` is the name of a column."""
 RANDOM = re.compile(r"(?=(?:\D*\d){4})[\w+/=-]{20,}")
 """What a value looks like that makes any `..._key` a secret."""
@@ -47,8 +113,14 @@ TOKEN = re.compile(
 VARIABLES = "env_vars"
 """The group of variables: all are taken for secrets but those below."""
 SHOWN_VARIABLES = (
-    "CALDERA_", "CUDA_VISIBLE_DEVICES", "HF_HUB_", "NCCL_", "OMP_", "PYTHONHASHSEED", "VERL_",
-)  # fmt: skip
+    "CALDERA_",
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HUB_",
+    "NCCL_",
+    "OMP_",
+    "PYTHONHASHSEED",
+    "VERL_",
+)
 """Beginnings of variables that change what a run does."""
 SECRET_WORDS = ("KEY", "PASSW", "SECRET", "TOKEN")
 SHAPES = re.compile(
@@ -60,16 +132,20 @@ SHAPES = re.compile(
 BEARER = re.compile(
     r"\b(Bearer|Basic(?=\s+\S*(?:\d|=|(?-i:[a-z][A-Z]))))(\s+)[\w.~+/=-]{8,}", re.I
 )  # "basic instructions" are none
-QUERY = re.compile(r"([?&;](?:[\w-]*[_-])?(?:sig|signature|credential|token|key|password|pw|auth|"
-                   r"secret|code)=)[^&;\s'\"]+", re.I)  # fmt: skip
+QUERY = re.compile(
+    r"([?&;](?:[\w-]*[_-])?(?:sig|signature|credential|token|key|password|pw|auth|"
+    r"secret|code)=)[^&;\s'\"]+",
+    re.I,
+)
 """Parts of signed URLs."""
 WEBHOOK = re.compile(
     r"(hooks\.slack\.com/(?:services|workflows)/|discord(?:app)?\.com/api/webhooks/)[^\s'\"]+", re.I
 )
 PAIR = re.compile(
     r"((?:api|access|private|account)[_-]?key|[\w-]+[_-]secret|passwo?r?d)(['\"]?\s*[=:]\s*['\"]?)"
-    r"[^\s'\",;&*]{4,}", re.I
-)  # fmt: skip
+    r"[^\s'\",;&*]{4,}",
+    re.I,
+)
 """A name and its value, in a header, a command or a dictionary that is written as text."""
 USER_OF_URL = re.compile(r"\b([a-z][a-z0-9+.-]*://)[^/\s@:]*:[^/\s]*@|\b(https?://)[^/\s@]+@", re.I)
 """A password, or with HTTP a user alone: `abfs://container@account` is none."""

@@ -77,10 +77,14 @@ class ActorRolloutRefWorker(TrainedWorker, ProfiledWorker):
     """Actor, sampler and, when the role says so, reference, on the same device."""
 
     def __init__(
-        self, config: ActorRolloutRefConfig, role: str, device: str,
-        make_scorer: MakeScorer | None = None, make_agents: MakeAgents | None = None,
+        self,
+        config: ActorRolloutRefConfig,
+        role: str,
+        device: str,
+        make_scorer: MakeScorer | None = None,
+        make_agents: MakeAgents | None = None,
         make_tracer: MakeTracer | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`make_scorer` makes what scores answers as they are sampled, `make_agents` what has
         conversations and tool calls sampled instead of single answers, `make_tracer` what writes
         traces of them."""
@@ -102,11 +106,16 @@ class ActorRolloutRefWorker(TrainedWorker, ProfiledWorker):
         model, actor = self.config.model, self.config.actor
         memory = self._memory()
         options = EngineOptions(
-            memory, actor.optim, largest_norm(actor), actor.ulysses_sequence_parallel_size,
-            model.enable_gradient_checkpointing, model.enable_activation_offload,
+            memory,
+            actor.optim,
+            largest_norm(actor),
+            actor.ulysses_sequence_parallel_size,
+            model.enable_gradient_checkpointing,
+            model.enable_activation_offload,
             compiles(self.device, actor.use_torch_compile, memory.use_torch_compile),
-            actor.checkpoint, megatron=megatron_of(actor.strategy, actor.megatron),
-        )  # fmt: skip
+            actor.checkpoint,
+            megatron=megatron_of(actor.strategy, actor.megatron),
+        )
         self.actor = build_engine(actor.strategy, self._policy(memory), self.device, options)
         register_mesh(self, "actor", self.actor)
         register_sampling_mesh(self, "rollout", self.config.rollout)
@@ -149,10 +158,15 @@ class ActorRolloutRefWorker(TrainedWorker, ProfiledWorker):
         with self._begin_scoring(prompts) as scoring, self.weight_sync:
             tracing = self._begin_tracing(prompts, scoring.on_finished)
             completions = self.rollout.generate(requests, tracing.on_finished)
-        answers = scoring.join(completions_to_batch(
-            prompts, completions, config.response_length, meta["pad_token_id"],
-            config.calculate_log_probs,
-        ))  # fmt: skip
+        answers = scoring.join(
+            completions_to_batch(
+                prompts,
+                completions,
+                config.response_length,
+                meta["pad_token_id"],
+                config.calculate_log_probs,
+            )
+        )
         tracing.write(answers)
         return answers
 
@@ -191,9 +205,15 @@ class ActorRolloutRefWorker(TrainedWorker, ProfiledWorker):
         plan = update_plan(self.config, self.reference)
         with on_device(self.actor, plan.reference, optimizer=True):
             metrics = train_epochs(
-                self.actor, data, policy_loss(actor, on_policy), plan, mini_batch_size,
-                actor.ppo_epochs, actor.data_loader_seed if actor.shuffle else None, "actor",
-            )  # fmt: skip
+                self.actor,
+                data,
+                policy_loss(actor, on_policy),
+                plan,
+                mini_batch_size,
+                actor.ppo_epochs,
+                actor.data_loader_seed if actor.shuffle else None,
+                "actor",
+            )
         if actor.use_kl_loss:
             metrics["actor/kl_coef"] = actor.kl_loss_coef
         return DataProto(meta_info={"metrics": metrics})
@@ -249,8 +269,10 @@ class ActorRolloutRefWorker(TrainedWorker, ProfiledWorker):
         if most is not None and asked > most:
             logger.warning(
                 "data.max_prompt_length + data.max_response_length = %d tokens, but the model was "
-                "made for %d (max_position_embeddings)", asked, most,
-            )  # fmt: skip
+                "made for %d (max_position_embeddings)",
+                asked,
+                most,
+            )
 
     def _build_rollout(self) -> Rollout:
         """A sampler on the actor's own module, or on a copy where the precision differs, or on a
@@ -287,10 +309,11 @@ class ActorRolloutRefWorker(TrainedWorker, ProfiledWorker):
         ref = self.config.ref
         memory = memory_of(ref.strategy, ref.fsdp_config, ref.megatron, self.device)
         options = EngineOptions(
-            memory, sequence_parallel=ref.ulysses_sequence_parallel_size,
+            memory,
+            sequence_parallel=ref.ulysses_sequence_parallel_size,
             compiles=compiles(self.device, ref.use_torch_compile, memory.use_torch_compile),
             megatron=megatron_of(ref.strategy, ref.megatron),
-        )  # fmt: skip
+        )
         engine = build_engine(ref.strategy, self._policy(memory), self.device, options)
         if engine.shared_tokens != self.actor.shared_tokens or engine.sharers != self.actor.sharers:
             raise ConfigError(
@@ -310,9 +333,12 @@ class ActorRolloutRefWorker(TrainedWorker, ProfiledWorker):
         return partial(build_policy, self.config.model, dtype, memory.seed, MODEL_KEY)
 
     def _infer(
-        self, engine: Engine, data: DataProto, config: RolloutConfig | RefConfig,
+        self,
+        engine: Engine,
+        data: DataProto,
+        config: RolloutConfig | RefConfig,
         *outputs: OutputName,
-    ) -> tuple[Outputs, dict[str, float]]:  # fmt: skip
+    ) -> tuple[Outputs, dict[str, float]]:
         plan = log_prob_plan(config, outputs, self.config.rollout.temperature, self.reference)
         with (
             on_device(engine, plan.reference),

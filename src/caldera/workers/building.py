@@ -64,10 +64,13 @@ def memory_of(
         return memory
     dtype = megatron.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     return FSDPConfig(
-        param_offload=megatron.param_offload, optimizer_offload=megatron.optimizer_offload,
-        model_dtype="bf16" if dtype == "bfloat16" else "fp32", dtype=dtype, seed=megatron.seed,
+        param_offload=megatron.param_offload,
+        optimizer_offload=megatron.optimizer_offload,
+        model_dtype="bf16" if dtype == "bfloat16" else "fp32",
+        dtype=dtype,
+        seed=megatron.seed,
         use_torch_compile=False,
-    )  # fmt: skip
+    )
 
 
 def megatron_of(strategy: str, megatron: MegatronConfig) -> MegatronConfig | None:
@@ -137,8 +140,9 @@ def _join_alone() -> None:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             store=dist.HashStore(),  # type: ignore[attr-defined]
-            rank=0, world_size=1,
-        )  # fmt: skip
+            rank=0,
+            world_size=1,
+        )
 
 
 def save_role(

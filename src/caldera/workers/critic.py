@@ -48,11 +48,16 @@ class CriticWorker(TrainedWorker, ProfiledWorker):
         memory = memory_of(config.strategy, model.fsdp_config, config.megatron, self.device)
         dtype = DTYPES[memory.model_dtype]
         options = EngineOptions(
-            memory, config.optim, largest_norm(config), config.ulysses_sequence_parallel_size,
-            model.enable_gradient_checkpointing, model.enable_activation_offload,
-            compiles(self.device, memory.use_torch_compile), config.checkpoint,
+            memory,
+            config.optim,
+            largest_norm(config),
+            config.ulysses_sequence_parallel_size,
+            model.enable_gradient_checkpointing,
+            model.enable_activation_offload,
+            compiles(self.device, memory.use_torch_compile),
+            config.checkpoint,
             megatron=megatron_of(config.strategy, config.megatron),
-        )  # fmt: skip
+        )
         build = partial(build_value_model, model, dtype, memory.seed, "critic.model")
         self.engine = build_engine(config.strategy, build, self.device, options)
         register_mesh(self, "critic", self.engine)
@@ -64,9 +69,11 @@ class CriticWorker(TrainedWorker, ProfiledWorker):
         """Adds values."""
         config = self.config
         plan = ForwardPlan(
-            ("values",), config.use_dynamic_bsz, config.forward_micro_batch_size_per_gpu,
+            ("values",),
+            config.use_dynamic_bsz,
+            config.forward_micro_batch_size_per_gpu,
             config.forward_max_token_len_per_gpu,
-        )  # fmt: skip
+        )
         with on_device(self.engine):
             values = self.engine.infer(data, plan)["values"]
         return DataProto.from_dict({"values": values})
@@ -77,15 +84,22 @@ class CriticWorker(TrainedWorker, ProfiledWorker):
         """Train on the batch; returns metrics alone."""
         config = self.config
         plan = ForwardPlan(
-            ("values",), config.use_dynamic_bsz, config.ppo_micro_batch_size_per_gpu,
+            ("values",),
+            config.use_dynamic_bsz,
+            config.ppo_micro_batch_size_per_gpu,
             config.ppo_max_token_len_per_gpu,
-        )  # fmt: skip
+        )
         with on_device(self.engine, optimizer=True):
             metrics = train_epochs(
-                self.engine, data, value_loss(config), plan,
-                config.ppo_mini_batch_size * self.rollout_n, config.ppo_epochs,
-                config.data_loader_seed if config.shuffle else None, "critic",
-            )  # fmt: skip
+                self.engine,
+                data,
+                value_loss(config),
+                plan,
+                config.ppo_mini_batch_size * self.rollout_n,
+                config.ppo_epochs,
+                config.data_loader_seed if config.shuffle else None,
+                "critic",
+            )
         return DataProto(meta_info={"metrics": metrics})
 
     def _trained(self) -> tuple[Engine, CheckpointConfig, ModelConfig]:

@@ -34,9 +34,16 @@ def policy_loss(config: ActorConfig, on_policy: bool) -> LossFn:
         log_prob = outputs["log_probs"]
         old_log_prob = log_prob.detach() if on_policy else tensors["old_log_probs"]
         loss, metrics = call_policy_loss(
-            policy_loss_fn, old_log_prob, log_prob, tensors["advantages"], mask,
-            config.loss_agg_mode, config, tensors.get("rollout_is_weights", None), scale,
-        )  # fmt: skip
+            policy_loss_fn,
+            old_log_prob,
+            log_prob,
+            tensors["advantages"],
+            mask,
+            config.loss_agg_mode,
+            config,
+            tensors.get("rollout_is_weights", None),
+            scale,
+        )
         metrics = {**metrics, "actor/pg_loss": loss.detach()}
         terms = {}  # name: (value of each token, coefficient)
         if "entropy" in outputs:
@@ -66,9 +73,14 @@ def value_loss(config: CriticConfig) -> LossFn:
         tensors = tensors_of(rows)
         mask = tensors["response_mask"]
         loss, clipfrac = compute_value_loss(
-            outputs["values"], tensors["returns"], tensors["values"], mask,
-            config.cliprange_value, config.loss_agg_mode, scale=scale,
-        )  # fmt: skip
+            outputs["values"],
+            tensors["returns"],
+            tensors["values"],
+            mask,
+            config.cliprange_value,
+            config.loss_agg_mode,
+            scale=scale,
+        )
         metrics = {
             "critic/vf_loss": loss.detach(),
             "critic/vf_clipfrac": clipfrac,

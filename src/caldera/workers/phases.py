@@ -69,10 +69,14 @@ def update_plan(config: ActorRolloutRefConfig, reference: Engine | None) -> Forw
     if full_kl := actor.use_kl_loss and actor.kl_loss_type == "full":
         outputs.append("full_kl")
     return ForwardPlan(
-        tuple(outputs), actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu,
-        actor.ppo_max_token_len_per_gpu, config.rollout.temperature,
-        reference if full_kl else None, actor.classic_loss_normalization,
-    )  # fmt: skip
+        tuple(outputs),
+        actor.use_dynamic_bsz,
+        actor.ppo_micro_batch_size_per_gpu,
+        actor.ppo_max_token_len_per_gpu,
+        config.rollout.temperature,
+        reference if full_kl else None,
+        actor.classic_loss_normalization,
+    )
 
 
 def log_prob_plan(
@@ -83,19 +87,28 @@ def log_prob_plan(
 ) -> ForwardPlan:
     """For log-probs and their like, without training."""
     return ForwardPlan(
-        outputs, config.log_prob_use_dynamic_bsz, config.log_prob_micro_batch_size_per_gpu,
-        config.log_prob_max_token_len_per_gpu, temperature,
+        outputs,
+        config.log_prob_use_dynamic_bsz,
+        config.log_prob_micro_batch_size_per_gpu,
+        config.log_prob_max_token_len_per_gpu,
+        temperature,
         reference if "full_kl" in outputs else None,
-    )  # fmt: skip
+    )
 
 
 # ---- Training on one batch: epochs, mini-batches, one schedule step
 
 
 def train_epochs(
-    engine: Engine, data: DataProto, loss_fn: LossFn, plan: ForwardPlan, mini_batch_size: int,
-    epochs: int, shuffle_seed: int | None, name: str,
-) -> dict[str, float]:  # fmt: skip
+    engine: Engine,
+    data: DataProto,
+    loss_fn: LossFn,
+    plan: ForwardPlan,
+    mini_batch_size: int,
+    epochs: int,
+    shuffle_seed: int | None,
+    name: str,
+) -> dict[str, float]:
     """One optimiser step per mini-batch, of `mini_batch_size` rows over all ranks.
 
     `data` are this rank's rows, the same number on each. Metrics are means over the steps.

@@ -69,9 +69,11 @@ class MemoryTool:
     def __init__(self, config: ProfilerConfig, whole: GlobalTorchMemoryConfig) -> None:
         entries = config.tool_config.torch_memory.trace_alloc_max_entries
         self._arguments: dict[str, Any] = {
-            "context": whole.context, "stacks": whole.stacks, "max_entries": entries,
+            "context": whole.context,
+            "stacks": whole.stacks,
+            "max_entries": entries,
             **whole.kw_args,
-        }  # fmt: skip
+        }
 
     def start(self) -> None:
         torch.cuda.memory._record_memory_history(**self._arguments)

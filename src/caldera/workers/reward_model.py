@@ -170,10 +170,11 @@ class RewardModelWorker(ProfiledWorker):
         self.writes = config.is_served and is_language_model(config.model, MODEL_KEY)
         memory = memory_of(strategy, self._memory(), config.megatron, self.device)
         options = EngineOptions(
-            memory, sequence_parallel=config.ulysses_sequence_parallel_size,
+            memory,
+            sequence_parallel=config.ulysses_sequence_parallel_size,
             compiles=compiles(self.device, memory.use_torch_compile),
             megatron=megatron_of(strategy, config.megatron),
-        )  # fmt: skip
+        )
         dtype = DTYPES[memory.model_dtype]
         build: Callable[[bool], Built] = partial(build_reward_model, config.model, dtype, MODEL_KEY)
         if self.writes:
@@ -209,9 +210,11 @@ class RewardModelWorker(ProfiledWorker):
         """
         config = self.config
         plan = ForwardPlan(
-            ("scores",), config.use_dynamic_bsz, config.micro_batch_size_per_gpu,
+            ("scores",),
+            config.use_dynamic_bsz,
+            config.micro_batch_size_per_gpu,
             config.forward_max_token_len_per_gpu,
-        )  # fmt: skip
+        )
         with on_device(self.engine):
             scores = score_tokens(self.engine, self.inputs.tokens(data), plan)  # (B,)
         return DataProto.from_dict({"rm_scores": at_last_tokens(scores, data)})
@@ -274,6 +277,8 @@ class RewardModelWorker(ProfiledWorker):
 def _plain(model: RewardModelModelConfig) -> ModelConfig:
     """The same model for who builds policies, without anything that training adds."""
     return ModelConfig(
-        path=model.path, external_lib=model.external_lib, override_config=model.override_config,
+        path=model.path,
+        external_lib=model.external_lib,
+        override_config=model.override_config,
         trust_remote_code=model.trust_remote_code,
-    )  # fmt: skip
+    )

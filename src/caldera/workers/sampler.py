@@ -64,8 +64,10 @@ class SamplerWorker(Worker):
         if self.rank == 0 and most is not None and asked > most:
             logger.warning(
                 "rollout.prompt_length + rollout.response_length = %d tokens, but the model was "
-                "made for %d (max_position_embeddings)", asked, most,
-            )  # fmt: skip
+                "made for %d (max_position_embeddings)",
+                asked,
+                most,
+            )
 
     def close(self) -> None:
         if hasattr(self, "rollout"):  # not before `init_model`

@@ -133,11 +133,16 @@ class SupervisedWorker(TrainedWorker):
         config, model = self.config, self.config.model
         memory = self._memory()
         options = EngineOptions(
-            memory, config.optim.for_engine(self.total_steps), config.optim.clip_grad,
-            config.ulysses_sequence_parallel_size, model.enable_gradient_checkpointing,
-            model.enable_activation_offload, compiles(self.device, memory.use_torch_compile),
-            config.trainer.checkpoint, megatron=megatron_of(model.strategy, model.megatron),
-        )  # fmt: skip
+            memory,
+            config.optim.for_engine(self.total_steps),
+            config.optim.clip_grad,
+            config.ulysses_sequence_parallel_size,
+            model.enable_gradient_checkpointing,
+            model.enable_activation_offload,
+            compiles(self.device, memory.use_torch_compile),
+            config.trainer.checkpoint,
+            megatron=megatron_of(model.strategy, model.megatron),
+        )
         self.engine = build_engine(model.strategy, self._build, self.device, options)
         register_mesh(self, MESH, self.engine)
         self.reference = self._build_reference()
@@ -149,9 +154,15 @@ class SupervisedWorker(TrainedWorker):
         self._add_reference(data)
         with on_device(self.engine, optimizer=True):
             metrics = train_epochs(
-                self.engine, data, self.objective.loss(self.config), self._plan(),
-                len(data) * self.engine.dp_size, 1, None, TRAIN,
-            )  # fmt: skip
+                self.engine,
+                data,
+                self.objective.loss(self.config),
+                self._plan(),
+                len(data) * self.engine.dp_size,
+                1,
+                None,
+                TRAIN,
+            )
         mfu = metrics.pop(f"perf/mfu/{TRAIN}", None)
         told = {k if "/" in k else f"{TRAIN}/{k}": v for k, v in metrics.items()}
         return DataProto(meta_info={"metrics": told | ({} if mfu is None else {"train/mfu": mfu})})
@@ -203,7 +214,9 @@ class SupervisedWorker(TrainedWorker):
     def _plan(self) -> ForwardPlan:
         data = self.config.data
         return ForwardPlan(
-            self.objective.outputs, data.use_dynamic_bsz,
+            self.objective.outputs,
+            data.use_dynamic_bsz,
             data.micro_batch_size_per_gpu * self.objective.rows_together,
-            data.max_token_len_per_gpu, rows_together=self.objective.rows_together,
-        )  # fmt: skip
+            data.max_token_len_per_gpu,
+            rows_together=self.objective.rows_together,
+        )

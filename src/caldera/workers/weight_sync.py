@@ -47,10 +47,14 @@ class WeightSync:
         vocabulary = base_module(self._engine.module).config.vocab_size
         tokens = probe_tokens(vocabulary, self._rollout.config.longest_sequence)
         ids = torch.tensor([tokens])  # (1, T)
-        row = DataProto.from_dict({
-            "input_ids": ids, "attention_mask": torch.ones_like(ids),
-            "responses": ids[:, 1:], "response_mask": torch.ones_like(ids[:, 1:]),
-        })  # fmt: skip
+        row = DataProto.from_dict(
+            {
+                "input_ids": ids,
+                "attention_mask": torch.ones_like(ids),
+                "responses": ids[:, 1:],
+                "response_mask": torch.ones_like(ids[:, 1:]),
+            }
+        )
         plan = ForwardPlan(("log_probs",), by_tokens=False, micro_batch_size=1, max_tokens=None)
         log_probs = self._engine.infer(row, plan)["log_probs"]  # (1, T - 1)
         return Probe(tokens, log_probs[0].tolist(), self._dtype)

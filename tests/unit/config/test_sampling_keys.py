@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from caldera.commands.generation.command import load_generation
 from caldera.commands.generation.sampling import rollout_config
+from caldera.commands.generation.served import load_served_generation
 from caldera.config import PPOTrainerConfig, load_config
 from caldera.errors import CalderaError
-from caldera.trainer.main_generation import load_generation
-from caldera.trainer.main_generation_server import load_served_generation
 
 ROLLOUT = "actor_rollout_ref.rollout"
 KEYS = {

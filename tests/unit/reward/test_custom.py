@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from caldera.commands.evaluation.command import run_eval
 from caldera.config.offline import EvaluationConfig
 from caldera.config.reward import CustomRewardFunctionConfig
 from caldera.errors import CalderaError, ConfigError
 from caldera.reward.custom import get_custom_reward_fn
-from caldera.trainer.main_eval import run_eval
 
 SOURCE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):

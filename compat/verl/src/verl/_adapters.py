@@ -51,9 +51,12 @@ def compute_advantage(
         tensors_of(data)["response_mask"] = compute_response_mask(data)
     name = str(adv_estimator.value if isinstance(adv_estimator, Enum) else adv_estimator)
     algorithm = dataclasses.replace(
-        config or AlgorithmConfig(), adv_estimator=name, gamma=gamma, lam=lam,
+        config or AlgorithmConfig(),
+        adv_estimator=name,
+        gamma=gamma,
+        lam=lam,
         norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
-    )  # fmt: skip
+    )
     advantage.compute_advantage(data, algorithm)
     return data
 
@@ -66,9 +69,13 @@ def apply_kl_penalty(
     if "response_mask" not in tensors:
         tensors["response_mask"] = compute_response_mask(data)
     tensors["token_level_rewards"], told = core_algos.apply_kl_penalty(
-        tensors["token_level_scores"], tensors["old_log_probs"], tensors["ref_log_prob"],
-        tensors["response_mask"], kl_ctrl, kl_penalty,
-    )  # fmt: skip
+        tensors["token_level_scores"],
+        tensors["old_log_probs"],
+        tensors["ref_log_prob"],
+        tensors["response_mask"],
+        kl_ctrl,
+        kl_penalty,
+    )
     return data, told
 
 

@@ -10,13 +10,13 @@ ALL_OF = "*"
 ENTRY_POINTS = {
     "verl.trainer.main_ppo": "caldera.trainer.main_ppo:main",
     "verl.trainer.main_ppo_v0": "caldera.trainer.main_ppo:main",
-    "verl.trainer.main_generation": "caldera.trainer.main_generation:main",
-    "verl.trainer.main_generation_server": "caldera.trainer.main_generation_server:main",
-    "verl.trainer.main_eval": "caldera.trainer.main_eval:main",
+    "verl.trainer.main_generation": "caldera.commands.generation.command:main",
+    "verl.trainer.main_generation_server": "caldera.commands.generation.served:main",
+    "verl.trainer.main_eval": "caldera.commands.evaluation.command:main",
     "verl.trainer.fsdp_sft_trainer": "caldera.trainer.fsdp_sft_trainer:CLASSIC.main",
     "verl.trainer.sft_trainer": "caldera.trainer.sft_trainer:CONVERSATIONS.main",
     "verl.trainer.sft_trainer_ray": "caldera.trainer.sft_trainer_ray:ON_RAY.main",
-    "verl.model_merger": "caldera.trainer.model_merger:main",
+    "verl.model_merger": "caldera.commands.merging.command:main",
 }
 """What `python3 -m` runs."""
 
@@ -27,14 +27,21 @@ def _same(module: str, *names: str) -> dict[str, str]:
 
 
 _DISPATCH = (
-    "Dispatch", "Execute", "register", "register_dispatch_mode", "update_dispatch_mode",
+    "Dispatch",
+    "Execute",
+    "register",
+    "register_dispatch_mode",
+    "update_dispatch_mode",
     "make_nd_compute_dataproto_dispatch_fn",
-)  # fmt: skip
+)
 _COLOCATED = ("create_colocated_worker_cls", "create_colocated_worker_cls_fused")
 _POOLS = ("split_resource_pool", "merge_resource_pool")
 _MANAGERS = (
-    "NaiveRewardManager", "BatchRewardManager", "DAPORewardManager", "PrimeRewardManager",
-)  # fmt: skip
+    "NaiveRewardManager",
+    "BatchRewardManager",
+    "DAPORewardManager",
+    "PrimeRewardManager",
+)
 _ROLES = _same("caldera.workers", "ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker") | {
     "AsyncActorRolloutRefWorker": "caldera.workers:ActorRolloutRefWorker"
 }
@@ -168,21 +175,26 @@ UTILS = {
     **{
         f"verl.utils.reward_score.{name}": {ALL_OF: f"caldera.reward_score.{here}"}
         for name, here in {
-            "gsm8k": "gsm8k", "geo3k": "geo3k", "math": "hendrycks_math",
-            "math_reward": "hendrycks_math", "math_dapo": "math_dapo", "prime_code": "prime_code",
-            "prime_math": "prime_math", "search_r1_like_qa_em": "qa_em",
+            "gsm8k": "gsm8k",
+            "geo3k": "geo3k",
+            "math": "hendrycks_math",
+            "math_reward": "hendrycks_math",
+            "math_dapo": "math_dapo",
+            "prime_code": "prime_code",
+            "prime_math": "prime_math",
+            "search_r1_like_qa_em": "qa_em",
         }.items()
     },
-}  # fmt: skip
+}
 """What extensions use besides."""
 
 ENTRIES = {
     "verl.trainer.main_ppo": _same("caldera.trainer.main_ppo", "main", "run_ppo")
     | _same("caldera.trainer.ppo.setup", "TaskRunner"),
     "verl.trainer.main_ppo_v0": _same("caldera.trainer.main_ppo", "main", "run_ppo"),
-    "verl.trainer.main_generation": _same("caldera.trainer.main_generation", "main"),
-    "verl.trainer.main_generation_server": _same("caldera.trainer.main_generation_server", "main"),
-    "verl.trainer.main_eval": _same("caldera.trainer.main_eval", "main"),
+    "verl.trainer.main_generation": _same("caldera.commands.generation.command", "main"),
+    "verl.trainer.main_generation_server": _same("caldera.commands.generation.served", "main"),
+    "verl.trainer.main_eval": _same("caldera.commands.evaluation.command", "main"),
     "verl.trainer.fsdp_sft_trainer": {"main": ENTRY_POINTS["verl.trainer.fsdp_sft_trainer"]},
     "verl.trainer.sft_trainer": {"main": ENTRY_POINTS["verl.trainer.sft_trainer"]},
     "verl.trainer.sft_trainer_ray": {"main": ENTRY_POINTS["verl.trainer.sft_trainer_ray"]},

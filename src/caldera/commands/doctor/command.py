@@ -95,21 +95,29 @@ needed is broken; what is only absent or doubtful does not count.
 TO_COMPUTE = ("torch", "transformers", "tensordict", "omegaconf", "hydra-core")
 """Libraries without which neither a GPU nor a sampler can be tried."""
 MACHINE: tuple[Check, ...] = (
-    check_cluster, check_disk, check_shared_memory, check_ports, check_hub, check_sandbox,
-)  # fmt: skip
+    check_cluster,
+    check_disk,
+    check_shared_memory,
+    check_ports,
+    check_hub,
+    check_sandbox,
+)
 COLOURS = {State.OK: "green", State.ABSENT: "dim", State.DOUBTFUL: "yellow", State.BROKEN: "red"}
 
 
 def parser() -> argparse.ArgumentParser:
     """What reads the command line."""
     parser = argparse.ArgumentParser(
-        prog="caldera doctor", description=HELP,
+        prog="caldera doctor",
+        description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--engine-python", type=Path, metavar="PYTHON",
+        "--engine-python",
+        type=Path,
+        metavar="PYTHON",
         help="look for vLLM and SGLang in this interpreter; one that is not there is a finding",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     return parser
 

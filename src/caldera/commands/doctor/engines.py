@@ -86,9 +86,13 @@ def check_native() -> Iterator[Finding]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = LlamaConfig(
-        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=32,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+    )
     shape._attn_implementation = ATTENTION
     fix = install_command() if checkout() else "pip install --upgrade torch transformers"
     try:

@@ -1,4 +1,4 @@
-"""`python3 -m caldera.trainer.main_eval data.path=FILE`: score a file of answers."""
+"""`caldera eval data.path=FILE`: score a file of answers."""
 
 from __future__ import annotations
 

@@ -76,9 +76,13 @@ def write_json(results: Results, out: Path) -> None:
 
 
 def write_page(
-    results: Results, questions: Sequence[Question], pass_score: float, most: int, title: str,
+    results: Results,
+    questions: Sequence[Question],
+    pass_score: float,
+    most: int,
+    title: str,
     out: Path,
-) -> None:  # fmt: skip
+) -> None:
     """A page with the tables and the failing answers, that needs nothing but itself."""
     template = files("caldera.commands.evaluation").joinpath("page.html").read_text("utf-8")
     failing = [

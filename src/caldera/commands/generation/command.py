@@ -1,4 +1,4 @@
-"""`python3 -m caldera.trainer.main_generation model.path=MODEL data.path=FILE ...`: answer it."""
+"""`caldera generate model.path=MODEL data.path=FILE ...`: sample answers to a file of prompts."""
 
 from __future__ import annotations
 

@@ -265,9 +265,12 @@ def _settle(config: GenerationConfig, gpus: int) -> None:
 
 
 def _answers(
-    config: GenerationConfig, questions: Questions, batches: list[range], parts: Parts,
+    config: GenerationConfig,
+    questions: Questions,
+    batches: list[range],
+    parts: Parts,
     make_groups: MakeGroups | None,
-) -> AbstractContextManager[Answers]:  # fmt: skip
+) -> AbstractContextManager[Answers]:
     if config.rollout.url is not None:
         try:
             from caldera.commands.generation.sampling import ServerAnswers
@@ -282,7 +285,9 @@ def _answers(
 
     if make_groups is None:
         make_groups = partial(
-            local_groups, device=str(config.trainer.device), timeout_s=timeout_of(config),
+            local_groups,
+            device=str(config.trainer.device),
+            timeout_s=timeout_of(config),
             log_dir=parts.folder / "logs",
-        )  # fmt: skip
+        )
     return Samplers(config, questions, chain.from_iterable(batches), make_groups)

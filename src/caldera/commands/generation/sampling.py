@@ -18,7 +18,7 @@ from caldera.errors import ConfigError, DataError, RolloutError
 from caldera.models.loading import import_external
 from caldera.protocol import DataProto, DataProtoConfig
 from caldera.rollout import ROLLOUTS
-from caldera.rollout.remote import SEEDS, ServerClient
+from caldera.rollout.remote import SEED_RANGE, ServerClient
 from caldera.seeds import derive_seed
 from caldera.single_controller import ClassWithInitArgs, ResourcePool, WorkerGroup
 from caldera.workers import SamplerWorker
@@ -33,9 +33,12 @@ class Samplers:
     """Samples in a worker group, which lives while this is entered."""
 
     def __init__(
-        self, config: GenerationConfig, questions: Questions, rows: Iterable[int],
+        self,
+        config: GenerationConfig,
+        questions: Questions,
+        rows: Iterable[int],
         make_groups: MakeGroups,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Every one of the rows is tokenised at once, so that a prompt too long is told at once."""
         disable_progress_bar()  # of transformers, in loading: it would tear our own
         self._config = config
@@ -205,7 +208,7 @@ class ServerAnswers:
             "temperature": rollout.temperature,
             "top_p": rollout.top_p,
             "max_tokens": rollout.response_length,
-            "seed": derive_seed(rollout.seed, row) % SEEDS,
+            "seed": derive_seed(rollout.seed, row) % SEED_RANGE,
         }
 
     def _read(self, answered: Any, row: int) -> list[str]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from caldera.commands.generation.command import run_generation
 from caldera.config import PPOTrainerConfig, compose_config
 from caldera.config.fields import check_values, default_of, shown, walk
 from caldera.config.generation_checks import check_generation
@@ -14,7 +15,6 @@ from caldera.config.loader import read_override
 from caldera.config.offline import GenerationConfig
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.trainer.entry import ConfigCommand
-from caldera.trainer.main_generation import run_generation
 
 OUTPUT = "data.output_path"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -22,26 +22,56 @@ SAME = {
     "data": ("prompt_key",),
     "actor_rollout_ref.model": ("path", "trust_remote_code", "external_lib"),
     ROLLOUT: (
-        "name", "temperature", "top_k", "top_p", "prompt_length", "response_length", "seed",
-        "dtype", "gpu_memory_utilization", "tensor_model_parallel_size", "engine_python",
-        "max_num_batched_tokens", "max_num_seqs", "ignore_eos", "min_p", "repetition_penalty",
-        "presence_penalty", "frequency_penalty", "stop_token_ids", "stop",
+        "name",
+        "temperature",
+        "top_k",
+        "top_p",
+        "prompt_length",
+        "response_length",
+        "seed",
+        "dtype",
+        "gpu_memory_utilization",
+        "tensor_model_parallel_size",
+        "engine_python",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "ignore_eos",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "stop_token_ids",
+        "stop",
     ),
     "trainer": ("nnodes", "n_gpus_per_node", "worker_group", "device"),
-}  # fmt: skip
+}
 """Keys that a generation has under the same name, in the group of the last part's name."""
 OTHERWISE = (
-    "data.train_files", "data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n",
-    f"{ROLLOUT}.do_sample", f"{ROLLOUT}.engine_kwargs",
-)  # fmt: skip
+    "data.train_files",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    f"{ROLLOUT}.n",
+    f"{ROLLOUT}.do_sample",
+    f"{ROLLOUT}.engine_kwargs",
+)
 """Keys that are read in another way."""
 OF_TRAINING = (
-    "data.val", "data.train_batch_size", "data.gen_batch_size", "data.shuffle", "data.seed",
-    "data.reward_fn_key", "data.dataloader_num_workers", "data.filter_overlong_prompts_workers",
-    "actor_rollout_ref.model.use_remove_padding", f"{ROLLOUT}.log_prob_", f"{ROLLOUT}.val_kwargs.",
-    "actor_rollout_ref.model.enable_gradient_checkpointing", f"{ROLLOUT}.calculate_log_probs",
-    f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.mode",
-)  # fmt: skip
+    "data.val",
+    "data.train_batch_size",
+    "data.gen_batch_size",
+    "data.shuffle",
+    "data.seed",
+    "data.reward_fn_key",
+    "data.dataloader_num_workers",
+    "data.filter_overlong_prompts_workers",
+    "actor_rollout_ref.model.use_remove_padding",
+    f"{ROLLOUT}.log_prob_",
+    f"{ROLLOUT}.val_kwargs.",
+    "actor_rollout_ref.model.enable_gradient_checkpointing",
+    f"{ROLLOUT}.calculate_log_probs",
+    f"{ROLLOUT}.free_cache_engine",
+    f"{ROLLOUT}.mode",
+)
 """How keys of these groups begin that say nothing of what is sampled."""
 
 GENERATE: ConfigCommand[Any] = ConfigCommand(

@@ -1,4 +1,4 @@
-"""`python3 -m caldera.trainer.model_merger merge --local_dir ...`: the same as `caldera merge`."""
+"""`caldera merge --local-dir ...`: its options, and verl's."""
 
 from __future__ import annotations
 
@@ -25,22 +25,29 @@ they are.
 def parser() -> argparse.ArgumentParser:
     """What the command takes: Caldera's options, and verl's."""
     merge = argparse.ArgumentParser(
-        prog="caldera merge", description=HELP,
+        prog="caldera merge",
+        description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     merge.add_argument(
-        "operation", nargs="?", choices=["merge", "test"], default="merge",
+        "operation",
+        nargs="?",
+        choices=["merge", "test"],
+        default="merge",
         help="merge, the default; or test: compare all tensors with a folder that exists",
-    )  # fmt: skip
+    )
     _add_folders(merge)
     merge.add_argument(
-        "--adapter", choices=["keep", "merge"], default="keep",
+        "--adapter",
+        choices=["keep", "merge"],
+        default="keep",
         help="a LoRA adapter stays one, or becomes part of the weights (keep)",
-    )  # fmt: skip
+    )
     merge.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"],
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
         help="precision of the weights that are written (that of the checkpoint)",
-    )  # fmt: skip
+    )
     for name, text in (
         ("is-value-model", "a critic; told from the checkpoint's names otherwise"),
         ("tie-word-embedding", "the language head is the embedding, whatever the config says"),
@@ -58,9 +65,12 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_folders(merge: argparse.ArgumentParser) -> None:
     merge.add_argument(
-        *_spellings("local-dir"), type=Path, required=True, metavar="DIR",
+        *_spellings("local-dir"),
+        type=Path,
+        required=True,
+        metavar="DIR",
         help="the checkpoint: global_step_N/actor, .../critic, or global_step_N for its actor",
-    )  # fmt: skip
+    )
     merge.add_argument(
         *_spellings("target-dir"), type=Path, metavar="OUT", help="folder to write, which is new"
     )
@@ -71,9 +81,11 @@ def _add_folders(merge: argparse.ArgumentParser) -> None:
         help="with test: the folder to compare",
     )
     merge.add_argument(
-        *_spellings("hf-model-path"), type=Path, metavar="DIR",
+        *_spellings("hf-model-path"),
+        type=Path,
+        metavar="DIR",
         help="folder with the model's config and tokenizer (huggingface, in the checkpoint)",
-    )  # fmt: skip
+    )
 
 
 def _spellings(name: str) -> list[str]:
@@ -87,13 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         _check_merge(parsed)
-        from caldera.commands.merge import MergeOptions, compare, merge
-        from caldera.commands.merge_source import Reading
+        from caldera.commands.merging.merge import MergeOptions, compare, merge
+        from caldera.commands.merging.source import Reading
 
         reading = Reading(
-            parsed.is_value_model, parsed.tie_word_embedding, parsed.trust_remote_code,
+            parsed.is_value_model,
+            parsed.tie_word_embedding,
+            parsed.trust_remote_code,
             parsed.hf_model_path,
-        )  # fmt: skip
+        )
         options = MergeOptions(parsed.local_dir, parsed.adapter, parsed.dtype, reading)
         if parsed.operation == "test":
             compare(options, parsed.test_hf_dir)

@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar
 
-from caldera.commands.merge_source import ATTENTION, CheckpointModel, Reading
+from caldera.commands.merging.source import ATTENTION, CheckpointModel, Reading
 from caldera.engine.checkpoints import layout_of
 from caldera.errors import CheckpointError, ConfigError
 from caldera.models.forward import base_module
@@ -39,9 +39,12 @@ def load_folder(
     """The folder's model as transformers loads it; nothing may be missing or left over."""
     try:
         model, told = factory.from_pretrained(
-            str(folder), dtype=dtype, attn_implementation=ATTENTION,
-            trust_remote_code=trust_remote_code, output_loading_info=True,
-        )  # fmt: skip
+            str(folder),
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{folder} cannot be loaded by transformers: {error}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):

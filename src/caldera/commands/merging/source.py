@@ -108,10 +108,12 @@ class CheckpointModel:
             module = cast(
                 nn.Module,
                 self.factory.from_config(
-                    config, dtype=self.dtype, attn_implementation=ATTENTION,
+                    config,
+                    dtype=self.dtype,
+                    attn_implementation=ATTENTION,
                     trust_remote_code=remote,
                 ),
-            )  # fmt: skip
+            )
             if self.has_adapter and with_adapter:
                 peft = peft_library("this checkpoint's adapter")
                 settings = peft.PeftConfig.from_pretrained(str(self.adapter_folder))

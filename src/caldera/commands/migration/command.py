@@ -17,6 +17,8 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from caldera.commands.evaluation.command import EVALUATE, load_evaluation
+from caldera.commands.generation.command import GENERATE, load_generation
 from caldera.commands.migration.script import Launch, Script, is_of_shell, plain, quoted, stand_in
 from caldera.config import compose_config, config_to_dict, known_keys
 from caldera.config.fields import check_values, default_of, shown, walk
@@ -29,8 +31,6 @@ from caldera.tracking.progress import print_line
 from caldera.trainer.dpo_trainer import DPO
 from caldera.trainer.entry import Asked, ConfigCommand, run_entry_point
 from caldera.trainer.fsdp_sft_trainer import CLASSIC
-from caldera.trainer.main_eval import EVALUATE, load_evaluation
-from caldera.trainer.main_generation import GENERATE, load_generation
 from caldera.trainer.main_ppo import TRAIN, load_training
 from caldera.trainer.rm_trainer import REWARD_MODEL
 from caldera.trainer.sft_trainer import CONVERSATIONS
@@ -252,9 +252,10 @@ MODULE = re.compile(r"(?:(?:verl|recipe|caldera)[./](?:[\w]+[./])*|(?:.*/)?)(\w+
 def parser() -> argparse.ArgumentParser:
     """What the command takes."""
     made = argparse.ArgumentParser(
-        prog="caldera migrate", description=HELP,
+        prog="caldera migrate",
+        description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     made.add_argument("script", type=Path, help="a bash script that starts verl")
     made.add_argument(
         "--output", type=Path, metavar="FILE.yaml", help="write the keys to a config file, too"

@@ -199,9 +199,24 @@ def _escaped(piece: str) -> str:
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 CONTROL = {
-    "if", "then", "else", "elif", "fi", "for", "while", "until", "do", "done", "case", "esac",
-    "time", "!", "nohup", "exec", "sudo",
-}  # fmt: skip
+    "if",
+    "then",
+    "else",
+    "elif",
+    "fi",
+    "for",
+    "while",
+    "until",
+    "do",
+    "done",
+    "case",
+    "esac",
+    "time",
+    "!",
+    "nohup",
+    "exec",
+    "sudo",
+}
 BRANCHES = {"if", "for", "while", "until", "case"}
 CONDITIONS = "the script has branches or loops: each was read once, in order"
 DECLARATIONS = {"export", "declare", "local", "readonly", "typeset"}
@@ -215,9 +230,13 @@ ITSELF = re.compile(
 )
 """How a script finds the folder that it lies in."""
 ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-    ast.Div: lambda a, b: int(a / b), ast.Mod: operator.mod, ast.Pow: operator.pow,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda a, b: int(a / b),
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
 
 
 @dataclass(frozen=True)
@@ -280,8 +299,11 @@ class Script:
                 self._assign(word, exports)
             return
         own = dict(self._value(word) for word in words[:assigned])
-        expanded = [text for word in self._without_redirections(words[assigned:]) for text in
-                    self._fields(word)]  # fmt: skip
+        expanded = [
+            text
+            for word in self._without_redirections(words[assigned:])
+            for text in self._fields(word)
+        ]
         environment = {name: self.variables[name] for name in sorted(self.exported)} | own
         settings = self._settings([*expanded, *environment.values()])
         self.launches.append(Launch(line, expanded, environment, settings))

@@ -29,17 +29,22 @@ UNNAMED = "unnamed.parquet"
 def parser() -> argparse.ArgumentParser:
     """What reads the command line."""
     parser = argparse.ArgumentParser(
-        prog="caldera plan", description=HELP,
+        prog="caldera plan",
+        description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--device", default="h200", metavar="NAME",
+        "--device",
+        default="h200",
+        metavar="NAME",
         help="h200, h100, a100-80g, a100-40g, l40s, 4090, or GiB (h200)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--config-name", default="ppo_trainer", metavar="NAME",
+        "--config-name",
+        default="ppo_trainer",
+        metavar="NAME",
         help="YAML file to start from (ppo_trainer)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--config-path", metavar="FOLDER", help="folder of that file (Caldera's own)"
     )

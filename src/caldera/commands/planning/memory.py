@@ -240,8 +240,9 @@ class Sampler:
         shape, rows = self.shape, min(self.samples, self.max_num_seqs)
         drawn = rows * shape.vocabulary * (FILTERING if self.filters else DRAWING)
         gathered = 2 * rows * (self.prompt_tokens + self.response_tokens) * self._kv_width
-        prefilled = min(max(self.max_num_batched_tokens, self.prompt_tokens),
-                        self.samples * self.prompt_tokens)  # fmt: skip
+        prefilled = min(
+            max(self.max_num_batched_tokens, self.prompt_tokens), self.samples * self.prompt_tokens
+        )
         widths = 4 * shape.inner // self.ranks * self.sample_bytes + 3 * FLOAT32 * shape.hidden
         return max(drawn, gathered * self.sample_bytes, prefilled * widths)
 

@@ -80,8 +80,11 @@ class ModelShape:
             )
         parameters = list(module.parameters())
         head = model.get_output_embeddings()
-        tables = [cast(Tensor, part.weight) for part in (model.get_input_embeddings(), head)
-                  if part is not None]  # fmt: skip
+        tables = [
+            cast(Tensor, part.weight)
+            for part in (model.get_input_embeddings(), head)
+            if part is not None
+        ]
         embeddings = {id(table): table.numel() for table in tables}
         count = sum(parameter.numel() for parameter in parameters)
         vectors = sum(parameter.numel() for parameter in parameters if parameter.dim() < 2)
@@ -316,9 +319,12 @@ def _sampler(config: PPOTrainerConfig, shape: ModelShape, batches: StepBatches) 
 
 
 def _phases(
-    config: PPOTrainerConfig, batches: StepBatches, held: dict[str, Held], sampler: Sampler,
+    config: PPOTrainerConfig,
+    batches: StepBatches,
+    held: dict[str, Held],
+    sampler: Sampler,
     memory: int,
-) -> list[Phase]:  # fmt: skip
+) -> list[Phase]:
     """Every phase in which a model computes, in the order of a step."""
     computing = _computing(config, batches, held)
     own_cache = config.actor_rollout_ref.rollout.free_cache_engine

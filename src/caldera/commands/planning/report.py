@@ -99,17 +99,25 @@ def step_batches(config: PPOTrainerConfig) -> StepBatches:
 def log_prob_cut(config: PPOTrainerConfig, node: Any, computing: Any, rows: int) -> Cut:
     """Of log-probs; `node` has the keys, `computing` is the role that computes."""
     return _cut(
-        config, computing, rows, node.log_prob_use_dynamic_bsz,
-        node.log_prob_micro_batch_size_per_gpu, node.log_prob_max_token_len_per_gpu,
-    )  # fmt: skip
+        config,
+        computing,
+        rows,
+        node.log_prob_use_dynamic_bsz,
+        node.log_prob_micro_batch_size_per_gpu,
+        node.log_prob_max_token_len_per_gpu,
+    )
 
 
 def update_cut(config: PPOTrainerConfig, node: Any, rows: int) -> Cut:
     """Of an update of the actor or of the critic."""
     return _cut(
-        config, node, rows, node.use_dynamic_bsz, node.ppo_micro_batch_size_per_gpu,
+        config,
+        node,
+        rows,
+        node.use_dynamic_bsz,
+        node.ppo_micro_batch_size_per_gpu,
         node.ppo_max_token_len_per_gpu,
-    )  # fmt: skip
+    )
 
 
 def forward_cut(config: PPOTrainerConfig, node: Any, rows: int, size: int | None) -> Cut:
@@ -130,9 +138,14 @@ def _cut(
 
 
 PARTS = (
-    "weights", "gradients", "optimiser", "activations", "sampler's weights", "key/value cache",
+    "weights",
+    "gradients",
+    "optimiser",
+    "activations",
+    "sampler's weights",
+    "key/value cache",
     "other models",
-)  # fmt: skip
+)
 
 
 def show(plan: Plan, device: str) -> None:

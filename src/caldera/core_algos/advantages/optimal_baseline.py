@@ -41,8 +41,12 @@ def compute_optimal_token_baseline_advantage(
     rewards-to-go.
     """
     trajectories = _Trajectories(
-        token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights,
-    )  # fmt: skip
+        token_level_rewards,
+        response_mask,
+        old_log_probs,
+        sum_pi_squared,
+        rollout_is_weights,
+    )
     return _less_optimal_baseline(trajectories, index, epsilon, packed=False)
 
 
@@ -63,8 +67,12 @@ def compute_tir_optimal_token_baseline_advantage(
     Tokens of tools and users are taken out of every trajectory before these are compared.
     """
     trajectories = _Trajectories(
-        token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights,
-    )  # fmt: skip
+        token_level_rewards,
+        response_mask,
+        old_log_probs,
+        sum_pi_squared,
+        rollout_is_weights,
+    )
     return _less_optimal_baseline(trajectories, index, epsilon, packed=True)
 
 

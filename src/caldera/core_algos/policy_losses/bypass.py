@@ -68,9 +68,15 @@ def compute_policy_loss_bypass_mode(
     advantages = zero_outside(advantages, accepted)
     if correction.loss_type == "ppo_clip":
         loss, metrics = compute_policy_loss_vanilla(
-            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
-            rollout_is_weights, scale,
-        )  # fmt: skip
+            old_log_prob,
+            log_prob,
+            advantages,
+            response_mask,
+            loss_agg_mode,
+            config,
+            rollout_is_weights,
+            scale,
+        )
         return loss, {**metrics, **corr_shares}
 
     losses = weighted(-advantages * log_prob, weights)

@@ -42,9 +42,16 @@ def compute_policy_loss_dppo_tv(
     moved = log_prob.detach().exp() - old_log_prob.exp()
     keep = torch.where(advantages > 0, moved <= high, moved >= -low)
     return _kept_policy_gradient(
-        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
-        rollout_is_weights, scale, keep,
-    )  # fmt: skip
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        loss_agg_mode,
+        config,
+        rollout_is_weights,
+        scale,
+        keep,
+    )
 
 
 @register_policy_loss("dppo_kl")
@@ -70,9 +77,16 @@ def compute_policy_loss_dppo_kl(
         (divergence <= low) | (new >= old_log_prob),
     )
     return _kept_policy_gradient(
-        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
-        rollout_is_weights, scale, keep,
-    )  # fmt: skip
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        loss_agg_mode,
+        config,
+        rollout_is_weights,
+        scale,
+        keep,
+    )
 
 
 def _kept_policy_gradient(

@@ -104,18 +104,24 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     prepare = commands.add_parser(
-        "prepare", help="make parquet files of a public data set", description=PREPARE_HELP,
+        "prepare",
+        help="make parquet files of a public data set",
+        description=PREPARE_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     prepare.add_argument("name", metavar="NAME", help=", ".join(PREPARERS))
     prepare.add_argument(
         "--raw", type=Path, metavar="FOLDER", help="folder with the files as they were published"
     )
     prepare.add_argument("--hub", action="store_true", help="download from the Hugging Face hub")
     prepare.add_argument(
-        "--output", "--local_dir", "--local_save_dir",
-        type=Path, metavar="FOLDER", help="folder to write to (data/NAME)",
-    )  # fmt: skip
+        "--output",
+        "--local_dir",
+        "--local_save_dir",
+        type=Path,
+        metavar="FOLDER",
+        help="folder to write to (data/NAME)",
+    )
     prepare.add_argument(
         "--max-prompt-length", type=_positive, metavar="N", help="drop prompts of more tokens"
     )
@@ -127,9 +133,11 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     check = commands.add_parser(
-        "check", help="show what is in a data file, and what is wrong", description=CHECK_HELP,
+        "check",
+        help="show what is in a data file, and what is wrong",
+        description=CHECK_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     check.add_argument("file", metavar="FILE", help="parquet, JSON or JSON lines")
     check.add_argument("--against", metavar="OTHER", help="file that must share no prompt with it")
     _add_tokenizer(check)
@@ -140,9 +148,12 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", metavar="PATH", help="measure prompts with this model's chat template"
     )
     parser.add_argument(
-        "--processes", type=_positive, default=os.cpu_count() or 1, metavar="N",
+        "--processes",
+        type=_positive,
+        default=os.cpu_count() or 1,
+        metavar="N",
         help="measure in so many processes (one a core)",
-    )  # fmt: skip
+    )
 
 
 def _positive(text: str) -> int:

@@ -284,8 +284,10 @@ def save_classic(
         state = _numbered(optimizer_state(root, optimizer, prefix), ranks)
     if rank < ranks:
         if "model" in contents:
-            _save({name: _part(one, ranks) for name, one in tensors.items()},
-                  file_of(folder, "model", rank, ranks))  # fmt: skip
+            _save(
+                {name: _part(one, ranks) for name, one in tensors.items()},
+                file_of(folder, "model", rank, ranks),
+            )
         if state is not None:
             _save(state, file_of(folder, "optim", rank, ranks))
     if rank == 0:

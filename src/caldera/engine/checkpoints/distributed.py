@@ -43,9 +43,18 @@ VALUES = "optimizer.values"
 GROUPS = "optimizer.param_groups"
 # What reading a damaged file may raise: pickle names most of these.
 DAMAGE = (
-    AssertionError, AttributeError, EOFError, ImportError, IndexError, KeyError, OSError,
-    RuntimeError, TypeError, ValueError, pickle.UnpicklingError,
-)  # fmt: skip
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    IndexError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
 
 
 def has_peers() -> bool:

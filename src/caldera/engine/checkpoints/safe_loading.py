@@ -33,27 +33,50 @@ TRUST = "CALDERA_TRUST_CHECKPOINT"
 # The state of numpy's random generator is an array; these rebuild one from bytes.
 _RECONSTRUCT = np.zeros(1).__reduce__()[0]
 SAFE: list[Any] = [
-    np.ndarray, np.dtype, type(np.dtype(np.uint32)), collections.defaultdict, _RECONSTRUCT,
+    np.ndarray,
+    np.dtype,
+    type(np.dtype(np.uint32)),
+    collections.defaultdict,
+    _RECONSTRUCT,
     (_RECONSTRUCT, "numpy.core.multiarray._reconstruct"),  # its name before numpy 2
-]  # fmt: skip
+]
 
 _DCP = "torch.distributed.checkpoint."
 _INDEX_NAMES = {
-    *((_DCP + "metadata", name) for name in (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    )),
+    *(
+        (_DCP + "metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
     (_DCP + "filesystem", "_StorageInfo"),
     # Earlier versions of torch have the properties of a tensor here.
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
-    ("torch", "Size"), ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"), ("collections", "defaultdict"),
-    ("builtins", "set"), ("builtins", "frozenset"),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in (
-        "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath",
-    )),
-}  # fmt: skip
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("collections", "defaultdict"),
+    ("builtins", "set"),
+    ("builtins", "frozenset"),
+    *(
+        (module, name)
+        for module in ("pathlib", "pathlib._local")
+        for name in (
+            "PosixPath",
+            "WindowsPath",
+            "PurePosixPath",
+            "PureWindowsPath",
+        )
+    ),
+}
 
 
 def is_trusted() -> bool:

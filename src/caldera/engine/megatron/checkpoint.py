@@ -59,9 +59,13 @@ class Unit:
 
 class MegatronCheckpoint(RoleCheckpoint):
     def __init__(
-        self, module: nn.Module, weights: Weights, optimizer: Optimizer | None, places: Places,
+        self,
+        module: nn.Module,
+        weights: Weights,
+        optimizer: Optimizer | None,
+        places: Places,
         config: CheckpointConfig,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(module, config)
         model = base_module(module)
         self._optimizer = optimizer
@@ -138,9 +142,13 @@ class MegatronCheckpoint(RoleCheckpoint):
             return local
         whole = self._whole[name]
         return DTensor.from_local(
-            local, mesh, [Shard(dimension)], run_check=False, shape=whole.shape,
+            local,
+            mesh,
+            [Shard(dimension)],
+            run_check=False,
+            shape=whole.shape,
             stride=whole.stride(),
-        )  # fmt: skip
+        )
 
     # ---- reading
 
@@ -205,9 +213,13 @@ class MegatronCheckpoint(RoleCheckpoint):
             group.update({key: told[key] for key in OPTIONS if key in told and key in group})
 
     def _filled(
-        self, unit: Unit, prefix: str, suffix: str, stored: dict[str, TensorStorageMetadata],
+        self,
+        unit: Unit,
+        prefix: str,
+        suffix: str,
+        stored: dict[str, TensorStorageMetadata],
         files: _Files,
-    ) -> list[Tensor]:  # fmt: skip
+    ) -> list[Tensor]:
         """What the files hold of a unit, in the shapes of its parameters, or single numbers."""
         targets: dict[str, Tensor] = {}
         for name, pieces in unit.tensors.items():

@@ -39,9 +39,13 @@ class VocabularyPart:
 
 
 def cut_head_outputs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, names: Collection[str],
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    names: Collection[str],
     part: VocabularyPart,
-) -> dict[HeadOutput, Tensor]:  # fmt: skip
+) -> dict[HeadOutput, Tensor]:
     """`head_outputs` where each rank has some rows of the weight; the same on all ranks.
 
     hidden (N, H) is the same on all ranks. Each gets the gradient that comes from its own rows, so
@@ -61,9 +65,15 @@ def cut_head_outputs(
 class _CutHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float,
-        part: VocabularyPart, with_entropy: bool, with_squares: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
+        part: VocabularyPart,
+        with_entropy: bool,
+        with_squares: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         own = labels - part.start  # (N,)
         is_own = (own >= 0) & (own < part.size)
         own = torch.where(is_own, own, part.size)  # the word that does not exist
@@ -73,9 +83,14 @@ class _CutHead(torch.autograd.Function):
         write, _ = row_operations(hidden)
         for rows, logits in _logits_by_chunk(hidden, weight, part.size):
             write(
-                logits, own[rows], temperature, log_probs[rows], normaliser[rows],
-                entropy[rows] if with_entropy else None, squares[rows] if with_squares else None,
-            )  # fmt: skip
+                logits,
+                own[rows],
+                temperature,
+                log_probs[rows],
+                normaliser[rows],
+                entropy[rows] if with_entropy else None,
+                squares[rows] if with_squares else None,
+            )
         # The label's logit after temperature, 0 where another rank has it.
         found[0] = torch.where(is_own, log_probs + normaliser, 0.0)
         label, whole, entropy, squares = _of_all_ranks(found, part.group)
@@ -95,10 +110,14 @@ class _CutHead(torch.autograd.Function):
         _, slope = row_operations(hidden)
         for rows, logits in _logits_by_chunk(hidden, weight, ctx.size):
             of_logits = slope(
-                logits, own[rows], ctx.temperature, normaliser[rows],
-                None if entropy is None else entropy[rows], grad_log_probs[rows],
+                logits,
+                own[rows],
+                ctx.temperature,
+                normaliser[rows],
+                None if entropy is None else entropy[rows],
+                grad_log_probs[rows],
                 None if grad_entropy is None else grad_entropy[rows],
-            )  # fmt: skip
+            )
             gradients.add(rows, of_logits[:, : ctx.size])
         of_weight = gradients.of_weight
         if of_weight is not None and len(of_weight) < len(weight):

@@ -30,9 +30,13 @@ class Optimizer:
     """One optimiser step over all ranks, and the learning rate of each training step."""
 
     def __init__(
-        self, stages: list[DistributedDataParallel], config: OptimizerConfig,
-        megatron: MegatronConfig, dtype: torch.dtype, grad_clip: float,
-    ) -> None:  # fmt: skip
+        self,
+        stages: list[DistributedDataParallel],
+        config: OptimizerConfig,
+        megatron: MegatronConfig,
+        dtype: torch.dtype,
+        grad_clip: float,
+    ) -> None:
         told = _megatron_config(config, megatron, dtype)
         # Without overrides everything is decayed, norms and biases too, as in the other engines.
         self.inner = megatron_optim.get_megatron_optimizer(told, stages, config_overrides={})

@@ -71,9 +71,15 @@ class PackedAttention(nn.Module):
         self._scale = config.kv_channels**-0.5
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, _: None, *, packed_seq_params: Packed,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        _: None,
+        *,
+        packed_seq_params: Packed,
         **__: Any,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """query (t, heads, D); key and value (t, groups, D); returns (t, heads * D)."""
         query, key = (_turn(x, packed_seq_params) for x in (query, key))
         context = packed_seq_params.context
@@ -99,8 +105,12 @@ class Stage(LanguageModule):  # type: ignore[misc]
     """Some layers of the model; the first stage embeds tokens, the last one holds the head."""
 
     def __init__(
-        self, config: TransformerConfig, model: PreTrainedModel, places: Places, number: int,
-    ) -> None:  # fmt: skip
+        self,
+        config: TransformerConfig,
+        model: PreTrainedModel,
+        places: Places,
+        number: int,
+    ) -> None:
         """`number` counts this rank's virtual stages from 0."""
         super().__init__(config)
         self.model_type = ModelType.encoder_or_decoder
@@ -120,9 +130,12 @@ class Stage(LanguageModule):  # type: ignore[misc]
                 config, vocabulary, 0, position_embedding_type="rope"
             )
         self.decoder = TransformerBlock(
-            config, _layers(config, model, self.vp_stage, places.pp_rank),
-            pre_process=self.pre_process, post_process=self.post_process, vp_stage=self.vp_stage,
-        )  # fmt: skip
+            config,
+            _layers(config, model, self.vp_stage, places.pp_rank),
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            vp_stage=self.vp_stage,
+        )
         if self.post_process:
             self.output_layer = self._head(model, vocabulary)
         self.setup_embeddings_and_output_layer()
@@ -131,12 +144,19 @@ class Stage(LanguageModule):  # type: ignore[misc]
         """Its weight is what counts: the engine computes with it."""
         config = self.config
         if self.has_language_head:
-            return cast(nn.Module, tensor_parallel.ColumnParallelLinear(
-                config.hidden_size, vocabulary, config=config, init_method=nn.init.zeros_,
-                bias=False, skip_weight_param_allocation=(
-                    self.pre_process and self.share_embeddings_and_output_weights
+            return cast(
+                nn.Module,
+                tensor_parallel.ColumnParallelLinear(
+                    config.hidden_size,
+                    vocabulary,
+                    config=config,
+                    init_method=nn.init.zeros_,
+                    bias=False,
+                    skip_weight_param_allocation=(
+                        self.pre_process and self.share_embeddings_and_output_weights
+                    ),
                 ),
-            ))  # fmt: skip
+            )
         found = cast(nn.Linear, getattr(model, VALUE_HEAD))
         dtype = config.params_dtype
         if found.weight.dtype != model.base_model.dtype:

@@ -91,9 +91,13 @@ def find_pieces(stages: Iterable[Stage], model: PreTrainedModel, places: Places)
 
 
 def _pieces(
-    name: str, parameter: nn.Parameter, stage: Stage, model: PreTrainedModel, places: Places,
+    name: str,
+    parameter: nn.Parameter,
+    stage: Stage,
+    model: PreTrainedModel,
+    places: Places,
     trunk: str,
-) -> list[Piece]:  # fmt: skip
+) -> list[Piece]:
     if name == "embedding.word_embeddings.weight":
         return [_vocabulary(f"{trunk}embed_tokens.weight", parameter, model, places)]
     if name == "output_layer.weight" and stage.has_language_head:

@@ -62,9 +62,12 @@ Arguments = dict[str, Any]
 
 
 def engine_arguments(
-    name: str, config: RolloutConfig, model: str, gpus: int | None,
+    name: str,
+    config: RolloutConfig,
+    model: str,
+    gpus: int | None,
     adapter: AdapterShape | None = None,
-) -> Arguments:  # fmt: skip
+) -> Arguments:
     """Everything that an engine is started with; `engine_kwargs` comes last, and wins.
 
     `gpus` are those that it can have; None: it runs on the CPU.
@@ -148,10 +151,14 @@ def _sglang(config: RolloutConfig, model: str, on_cpu: bool) -> Arguments:
     }
     if on_cpu:
         arguments |= {
-            "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch",
-            "grammar_backend": "none", "disable_overlap_schedule": True,
-            "skip_server_warmup": True, "mem_fraction_static": MEMORY_ON_CPU,
-        }  # fmt: skip
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "disable_overlap_schedule": True,
+            "skip_server_warmup": True,
+            "mem_fraction_static": MEMORY_ON_CPU,
+        }
     else:
         arguments["enable_memory_saver"] = True
         if config.cudagraph_capture_sizes is not None:
@@ -165,9 +172,11 @@ def _of_adapter(name: str, adapter: AdapterShape) -> Arguments:
     if name == "vllm":
         return {**arguments, "max_loras": 1}
     return {
-        **arguments, "max_loras_per_batch": 1, "lora_target_modules": adapter.targets,
+        **arguments,
+        "max_loras_per_batch": 1,
+        "lora_target_modules": adapter.targets,
         "lora_backend": "torch_native",  # its other kernels are for GPUs
-    }  # fmt: skip
+    }
 
 
 BUILDERS: dict[str, Callable[[RolloutConfig, str, bool], Arguments]] = {
@@ -286,9 +295,12 @@ def _devices(device: torch.device, ranks: EngineRanks | None) -> int | None:
 
 
 def _start(
-    name: str, config: RolloutConfig, arguments: dict[str, Any], device: torch.device,
+    name: str,
+    config: RolloutConfig,
+    arguments: dict[str, Any],
+    device: torch.device,
     ranks: EngineRanks | None,
-) -> list[SteppedEngine]:  # fmt: skip
+) -> list[SteppedEngine]:
     environment = engine_environment(name, config, device)
     python = config.engine_python
     alone = ranks is None and config.data_parallel_size == 1
@@ -329,9 +341,13 @@ def _adapter(
 
 
 def _weights(
-    config: RolloutConfig, dtype: torch.dtype, device: torch.device,
-    engines: list[SteppedEngine], adapters: AdapterFolders | None, ranks: EngineRanks | None,
-) -> EngineWeights:  # fmt: skip
+    config: RolloutConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    engines: list[SteppedEngine],
+    adapters: AdapterFolders | None,
+    ranks: EngineRanks | None,
+) -> EngineWeights:
     bucket = config.checkpoint_engine.update_weights_bucket_megabytes * MEGABYTE
     # What a handle of memory looks like is between two of the same torch.
     builds = {each.torch_version if isinstance(each, EngineProcess) else "" for each in engines}

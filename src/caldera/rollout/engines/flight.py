@@ -100,9 +100,14 @@ class Flight:
         first = self._versions[0][0] if self._versions else version
         versions = tuple((number, count) for number, count in self._versions)
         return Completion(
-            self.token_ids, self.log_probs, reason, first, versions,
-            self.top_log_probs if params.logprobs else None, self.prompt_log_probs,
-        )  # fmt: skip
+            self.token_ids,
+            self.log_probs,
+            reason,
+            first,
+            versions,
+            self.top_log_probs if params.logprobs else None,
+            self.prompt_log_probs,
+        )
 
     def _note_version(self, version: int) -> None:
         if self._versions and self._versions[-1][0] == version:

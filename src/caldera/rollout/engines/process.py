@@ -75,8 +75,13 @@ def _device_name(device: torch.device) -> str | None:
 
 
 OF_THIS_PROCESS = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 """Variables of a worker, which an engine would take for its own."""
 LINES_SHOWN = 15
 BYTES_SHOWN = 1 << 14
@@ -91,9 +96,13 @@ class EngineProcess:
     """The methods of `SteppedEngine`, carried out over there. Any may raise EngineDied."""
 
     def __init__(
-        self, python: str, name: str, arguments: dict[str, Any], environment: dict[str, str],
+        self,
+        python: str,
+        name: str,
+        arguments: dict[str, Any],
+        environment: dict[str, str],
         gpus: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`environment` is added to that of this process, unless it is set there; `gpus` are those
         that the engine sees, if not the ones that this process does."""
         self._command = [python, "-m", "caldera_engine"]
@@ -117,9 +126,13 @@ class EngineProcess:
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    command, env=self._environ(), pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
-                )  # fmt: skip
+                    command,
+                    env=self._environ(),
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=self._log,
+                )
         except OSError as error:
             ours.close()
             self._log.close()
@@ -151,9 +164,15 @@ class EngineProcess:
         return bool(self._events) or self._frames.is_ready()
 
     def add(self, number: int, prompt_ids: list[int], params: dict[str, Any], seed: int) -> None:
-        self._send({
-            "do": "add", "number": number, "prompt_ids": prompt_ids, "params": params, "seed": seed,
-        })  # fmt: skip
+        self._send(
+            {
+                "do": "add",
+                "number": number,
+                "prompt_ids": prompt_ids,
+                "params": params,
+                "seed": seed,
+            }
+        )
 
     def abort(self, number: int) -> None:
         self._send({"do": "abort", "number": number})

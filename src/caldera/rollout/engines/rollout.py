@@ -52,10 +52,17 @@ class EngineRollout(StepwiseRollout):
     checks_weights = True
 
     def __init__(
-        self, name: str, config: RolloutConfig, module: nn.Module, device: torch.device,
-        engines: Sequence[SteppedEngine], weights: EngineWeights, dtype: torch.dtype,
-        folder: Path | None = None, ranks: EngineRanks | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        config: RolloutConfig,
+        module: nn.Module,
+        device: torch.device,
+        engines: Sequence[SteppedEngine],
+        weights: EngineWeights,
+        dtype: torch.dtype,
+        folder: Path | None = None,
+        ranks: EngineRanks | None = None,
+    ) -> None:
         """`folder` is what the engines were started from; it is removed with them. Of `ranks` that
         share engines the first has them; the others have none and only gather weights with it."""
         super().__init__(config, module, device)
@@ -205,8 +212,12 @@ class EngineRollout(StepwiseRollout):
         self._weights.lose(place)
         logger.warning(
             "%s (engine %d) was started anew: %s; requests that go on: %d, lost: %d",
-            self._name, place, error, len(had) - lost, lost,
-        )  # fmt: skip
+            self._name,
+            place,
+            error,
+            len(had) - lost,
+            lost,
+        )
 
     def _process(self, place: int) -> EngineProcess:
         engine = self._engines[place]

@@ -78,8 +78,11 @@ class WeightFiles:
         memory = map_file(str(path), size)
         entries = fill(memory, weights, self._dtype)
         return {
-            "path": str(path), "bytes": size, "checksum": checksum(memory), "entries": entries,
-        }  # fmt: skip
+            "path": str(path),
+            "bytes": size,
+            "checksum": checksum(memory),
+            "entries": entries,
+        }
 
 
 class NoFiles(WeightFiles):
@@ -207,10 +210,16 @@ def adapter_shape(module: nn.Module) -> AdapterShape | None:
     targets = sorted({name.rpartition(".")[2] for name in layers})
     ranks = [lora.r, *lora.rank_pattern.values()]
     settings = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "target_modules": targets,
-        "r": lora.r, "lora_alpha": lora.lora_alpha, "use_rslora": lora.use_rslora,
-        "rank_pattern": dict(lora.rank_pattern), "alpha_pattern": dict(lora.alpha_pattern),
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+        "target_modules": targets,
+        "r": lora.r,
+        "lora_alpha": lora.lora_alpha,
+        "use_rslora": lora.use_rslora,
+        "rank_pattern": dict(lora.rank_pattern),
+        "alpha_pattern": dict(lora.alpha_pattern),
+    }
     return AdapterShape(max(ranks), targets, settings)
 
 
@@ -337,9 +346,12 @@ class EngineWeights:
     """
 
     def __init__(
-        self, engines: int, files: WeightFiles, adapters: AdapterFolders | None = None,
+        self,
+        engines: int,
+        files: WeightFiles,
+        adapters: AdapterFolders | None = None,
         cuda: CudaBuckets | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Of weights that can be had at any time nothing is kept where `cuda` can bring them."""
         self._engines = engines
         self._files = files

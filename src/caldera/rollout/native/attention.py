@@ -205,6 +205,13 @@ class _PackedKeys:
             for pages in (keys, values)
         )
         return flash_attention(
-            query, key, value, self._queries, self._cumulative,
-            self._most_queries, self._longest, scale, window,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            self._queries,
+            self._cumulative,
+            self._most_queries,
+            self._longest,
+            scale,
+            window,
+        )

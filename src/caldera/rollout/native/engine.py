@@ -97,10 +97,13 @@ class NativeRollout(StepwiseRollout):
         self._blocks = BlockManager(0, config.max_num_seqs)
         self._running = Running(config.max_num_seqs)
         self._scheduler = Scheduler(
-            self._running, self._blocks, config.max_num_batched_tokens,
-            config.enable_chunked_prefill, config.enable_prefix_caching,
+            self._running,
+            self._blocks,
+            config.max_num_batched_tokens,
+            config.enable_chunked_prefill,
+            config.enable_prefix_caching,
             mixes=self.device.type == "cpu",  # elsewhere a step of decoding alone is recorded
-        )  # fmt: skip
+        )
         self._scheduler.version = self.version
         self._present: dict[int, Sequence] = {}
         self._demanding: set[int] = set()  # those that want all tokens known before each step
@@ -317,11 +320,14 @@ class NativeRollout(StepwiseRollout):
     def _completion(self, sequence: Sequence) -> Completion:
         versions, params = tuple(sequence.versions), sequence.request.params
         return Completion(
-            sequence.token_ids, sequence.log_probs, sequence.finish_reason,
-            versions[0][0] if versions else self.version, versions,
+            sequence.token_ids,
+            sequence.log_probs,
+            sequence.finish_reason,
+            versions[0][0] if versions else self.version,
+            versions,
             sequence.top_log_probs if params.logprobs else None,
             sequence.prompt_log_probs if params.prompt_logprobs else None,
-        )  # fmt: skip
+        )
 
     def _precision(self) -> AbstractContextManager[object]:
         if self._runner.has_own_precision:

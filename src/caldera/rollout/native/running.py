@@ -149,8 +149,10 @@ class Running:
         self._min_p[row] = params.min_p
         self._penalised[row] = params.has_penalties
         self._penalties[:, row] = (
-            params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        )  # fmt: skip
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
         self._has_stops[row] = bool(params.stop)
         self.ranked[row] = params.logprobs
         self._seed[row] = sequence.request.seed % 2**64

@@ -131,10 +131,15 @@ def penalise(logits: Tensor, penalties: Penalties) -> Tensor:
     rows, tokens, prompts, lengths, repetition, presence, frequency = (
         torch.from_numpy(array).to(device)
         for array in (
-            penalties.rows, penalties.tokens, penalties.prompts, penalties.lengths,
-            penalties.repetition, penalties.presence, penalties.frequency,
+            penalties.rows,
+            penalties.tokens,
+            penalties.prompts,
+            penalties.lengths,
+            penalties.repetition,
+            penalties.presence,
+            penalties.frequency,
         )
-    )  # fmt: skip
+    )
     places = torch.arange(tokens.shape[1], device=device)
     known = (places < lengths[:, None]).to(logits.dtype)  # (R, L)
     sampled = known * (places >= prompts[:, None])

@@ -105,9 +105,13 @@ def make_read_only(target: str) -> None:
     """The mount at `target` and all those below it."""
     attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
     _system_call(
-        "mount_setattr", ctypes.c_int(AT_FDCWD), target.encode(), ctypes.c_uint(AT_RECURSIVE),
-        attributes, ctypes.c_size_t(ctypes.sizeof(attributes)),
-    )  # fmt: skip
+        "mount_setattr",
+        ctypes.c_int(AT_FDCWD),
+        target.encode(),
+        ctypes.c_uint(AT_RECURSIVE),
+        attributes,
+        ctypes.c_size_t(ctypes.sizeof(attributes)),
+    )
 
 
 def pivot_root(new_root: str, old_root: str) -> None:

@@ -11,13 +11,51 @@ __all__ = ["names_of_modules", "names_of_the_program"]
 
 # Built-ins that tests use on arguments and results. Any other that tests without a name of the
 # program's use is taken to be what they test: `assert pow(2, 3) == 8` tests the program's `pow`.
-HELPERS = frozenset({
-    "abs", "all", "any", "bool", "bytearray", "bytes", "callable", "complex", "dict", "dir",
-    "enumerate", "float", "frozenset", "getattr", "hasattr", "id", "int", "isinstance",
-    "issubclass", "iter", "len", "list", "map", "memoryview", "next", "object", "print", "range",
-    "repr", "reversed", "round", "set", "setattr", "slice", "sorted", "str", "super", "tuple",
-    "type", "vars", "zip",
-})  # fmt: skip
+HELPERS = frozenset(
+    {
+        "abs",
+        "all",
+        "any",
+        "bool",
+        "bytearray",
+        "bytes",
+        "callable",
+        "complex",
+        "dict",
+        "dir",
+        "enumerate",
+        "float",
+        "frozenset",
+        "getattr",
+        "hasattr",
+        "id",
+        "int",
+        "isinstance",
+        "issubclass",
+        "iter",
+        "len",
+        "list",
+        "map",
+        "memoryview",
+        "next",
+        "object",
+        "print",
+        "range",
+        "repr",
+        "reversed",
+        "round",
+        "set",
+        "setattr",
+        "slice",
+        "sorted",
+        "str",
+        "super",
+        "tuple",
+        "type",
+        "vars",
+        "zip",
+    }
+)
 
 
 def names_of_the_program(source: str) -> set[str]:

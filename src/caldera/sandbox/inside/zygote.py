@@ -32,10 +32,27 @@ NO_REPORT = 125  # exit status of a process that failed before it could say how
 SECONDS_BETWEEN_LOOKS = 0.03
 # What programs import most, so that they need not wait for it.
 WARM_MODULES = (
-    "bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "hashlib",
-    "heapq", "io", "itertools", "math", "operator", "random", "re", "statistics", "string",
-    "struct", "time", "typing",
-)  # fmt: skip
+    "bisect",
+    "collections",
+    "copy",
+    "datetime",
+    "decimal",
+    "fractions",
+    "functools",
+    "hashlib",
+    "heapq",
+    "io",
+    "itertools",
+    "math",
+    "operator",
+    "random",
+    "re",
+    "statistics",
+    "string",
+    "struct",
+    "time",
+    "typing",
+)
 
 
 @dataclass

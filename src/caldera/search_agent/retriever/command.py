@@ -182,9 +182,13 @@ def parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
     build = actions.add_parser("build", help="make an index of files of passages")
     build.add_argument(
-        "--corpus", type=Path, nargs="+", required=True, metavar="FILE",
+        "--corpus",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
         help='JSON lines {"id", "contents"}, which may be compressed by gzip',
-    )  # fmt: skip
+    )
     build.add_argument("--index", type=Path, required=True, metavar="DIR", help="its folder")
     build.add_argument("--method", choices=METHODS, help="how it is searched (bm25)")
     build.add_argument("--model", help="encoder of dense and hybrid: a folder or a hub name")
@@ -196,13 +200,17 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--topk", type=int, default=3, help="passages a query gets (3)")
     serve.add_argument("--cache-size", type=int, default=10_000, help="answers kept (10000)")
     serve.add_argument(
-        "--max-passages", type=int, default=MAX_PASSAGES,
+        "--max-passages",
+        type=int,
+        default=MAX_PASSAGES,
         help=f"queries times topk of one request, at most ({MAX_PASSAGES})",
-    )  # fmt: skip
+    )
     serve.add_argument(
-        "--max-answer-mb", type=int, default=MAX_ANSWER_MB,
+        "--max-answer-mb",
+        type=int,
+        default=MAX_ANSWER_MB,
         help=f"text in one answer, at most ({MAX_ANSWER_MB})",
-    )  # fmt: skip
+    )
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     serve.add_argument("--port", type=int, default=8000, help="port to listen on (8000)")
     serve.add_argument("--device", default="cpu", help="where the encoder runs (cpu)")

@@ -13,10 +13,24 @@ from caldera.tracking.tracking import (
 )
 
 CONNECTED = (
-    "artifacts", "matplotlib", "tensorflow", "tensorboard", "pytorch", "xgboost", "scikit",
-    "fastai", "lightgbm", "hydra", "detect_repository", "tfdefines", "joblib",
-    "megengine", "catboost", "gradio", "jsonargparse",
-)  # fmt: skip
+    "artifacts",
+    "matplotlib",
+    "tensorflow",
+    "tensorboard",
+    "pytorch",
+    "xgboost",
+    "scikit",
+    "fastai",
+    "lightgbm",
+    "hydra",
+    "detect_repository",
+    "tfdefines",
+    "joblib",
+    "megengine",
+    "catboost",
+    "gradio",
+    "jsonargparse",
+)
 """What ClearML hooks into. It looks for a repository in a thread, which at times never ends."""
 
 

@@ -28,16 +28,23 @@ class MlflowTraces:
 
     def write(self, trace: Trace) -> None:
         whole = self._begin(
-            trace.name, span_type="AGENT", inputs=trace.inputs, experiment_id=self._experiment,
-            start_time_ns=_ns(trace.start), metadata={SESSION: self._session},
+            trace.name,
+            span_type="AGENT",
+            inputs=trace.inputs,
+            experiment_id=self._experiment,
+            start_time_ns=_ns(trace.start),
+            metadata={SESSION: self._session},
             tags={key: str(value) for key, value in {"step": trace.step, **trace.facts}.items()},
-        )  # fmt: skip
+        )
         for span in trace.spans:
             kind = {GENERATION: "LLM", "tool": "TOOL"}.get(span.kind, "UNKNOWN")
             part = self._begin(
-                span.name, span_type=kind, parent_span=whole, inputs=span.inputs,
+                span.name,
+                span_type=kind,
+                parent_span=whole,
+                inputs=span.inputs,
                 start_time_ns=_ns(span.start),
-            )  # fmt: skip
+            )
             part.end(outputs=span.outputs, end_time_ns=_ns(span.start + span.seconds))
         whole.end(outputs=trace.outputs, end_time_ns=_ns(trace.start + trace.seconds))
         self._client.get_trace(whole.trace_id)  # MLflow keeps to itself what it could not write

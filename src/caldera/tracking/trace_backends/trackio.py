@@ -18,9 +18,11 @@ class TrackioTraces:
 
         self._trace = trackio.Trace
         self._run: Any = trackio.init(
-            project=run.project_name, name=f"{run.experiment_name}-traces-{run.rank}",
-            resume="allow", embed=False,
-        )  # fmt: skip
+            project=run.project_name,
+            name=f"{run.experiment_name}-traces-{run.rank}",
+            resume="allow",
+            embed=False,
+        )
 
     def write(self, trace: Trace) -> None:
         facts = {"step": trace.step, **trace.facts, **trace.outputs}

@@ -83,10 +83,14 @@ def penalise_distance(
     if not algorithm.use_kl_in_reward:
         return {}
     tensors["token_level_rewards"], metrics = apply_kl_penalty(
-        tensors["token_level_scores"], tensors["old_log_probs"], tensors["ref_log_prob"],
-        tensors["response_mask"], controller, algorithm.kl_penalty,
+        tensors["token_level_scores"],
+        tensors["old_log_probs"],
+        tensors["ref_log_prob"],
+        tensors["response_mask"],
+        controller,
+        algorithm.kl_penalty,
         full_kl=tensors.get("full_kl", None),
-    )  # fmt: skip
+    )
     return metrics
 
 
@@ -105,13 +109,15 @@ def correct_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> Metrics:
     if correction.rollout_is is None and correction.rollout_rs is None:
         return differences | _floats(compute_offpolicy_metrics(old, sampled, mask))
     weights, kept, metrics = compute_rollout_correction_and_rejection_mask(
-        old, sampled, mask,
+        old,
+        sampled,
+        mask,
         rollout_is=correction.rollout_is,
         rollout_is_threshold=correction.rollout_is_threshold,
         rollout_rs=correction.rollout_rs,
         rollout_rs_threshold=correction.rollout_rs_threshold,
         rollout_is_batch_normalize=correction.rollout_is_batch_normalize,
-    )  # fmt: skip
+    )
     tensors["response_mask"] = kept
     if weights is not None:
         tensors["rollout_is_weights"] = weights
@@ -124,10 +130,13 @@ def compute_advantage(batch: DataProto, algorithm: AlgorithmConfig) -> None:
     optional = ("values", "reward_baselines", "sum_pi_squared", "old_log_probs")
     held = {key: tensors.get(key, None) for key in (*optional, "rollout_is_weights")}
     inputs = AdvantageInputs(
-        tensors["token_level_rewards"], tensors["response_mask"],
-        index=batch.non_tensor_batch["uid"], non_tensor_batch=batch.non_tensor_batch,
-        batch=tensors, **held,
-    )  # fmt: skip
+        tensors["token_level_rewards"],
+        tensors["response_mask"],
+        index=batch.non_tensor_batch["uid"],
+        non_tensor_batch=batch.non_tensor_batch,
+        batch=tensors,
+        **held,
+    )
     advantages, returns = estimate_advantages(algorithm.adv_estimator, inputs, algorithm)
     tensors["advantages"], tensors["returns"] = advantages, returns
 

@@ -118,9 +118,11 @@ def _runner(multi_turn: MultiTurnConfig) -> ToolRunner | None:
         return None
     tools = load_tools(multi_turn.tool_config_path, multi_turn.function_tool_path)
     return ToolRunner(
-        tools, multi_turn.max_parallel_calls, multi_turn.max_tool_response_length,
+        tools,
+        multi_turn.max_parallel_calls,
+        multi_turn.max_tool_response_length,
         cast(Side, multi_turn.tool_response_truncate_side),
-    )  # fmt: skip
+    )
 
 
 def _has_tools(multi_turn: MultiTurnConfig) -> bool:

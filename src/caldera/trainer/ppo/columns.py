@@ -64,8 +64,11 @@ def check_truths(
     if unread:
         logger.warning(
             "%s: reward_model.ground_truth is null or NaN in %d rows, which the scorer gets as it "
-            "is: %s", key, len(unread), first_of(unread),
-        )  # fmt: skip
+            "is: %s",
+            key,
+            len(unread),
+            first_of(unread),
+        )
 
 
 def _has_key(row: Row) -> bool:

@@ -75,8 +75,10 @@ class GroupFilter:
         if not self.enough:
             logger.info(
                 "dynamic sampling: %d of %d prompts after %d batches",
-                self._prompts_kept, self._wanted, self.batches,
-            )  # fmt: skip
+                self._prompts_kept,
+                self._wanted,
+                self.batches,
+            )
 
     @property
     def _fills_up(self) -> bool:

@@ -18,9 +18,13 @@ SAMPLER_TENSORS = ["input_ids", "attention_mask", "position_ids"]
 
 
 def stamp_rows(
-    rows: Batch, repeats: int, root_seed: int, place: tuple[int | str, ...], meta: dict[str, Any],
+    rows: Batch,
+    repeats: int,
+    root_seed: int,
+    place: tuple[int | str, ...],
+    meta: dict[str, Any],
     sends_rows: bool = False,
-) -> tuple[DataProto, DataProto]:  # fmt: skip
+) -> tuple[DataProto, DataProto]:
     """(what the sampler needs, what stays with the driver), each row `repeats` times.
 
     The n-th repetition of a row gets a seed of its own, and all share the row's uid. Both are

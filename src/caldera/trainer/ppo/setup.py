@@ -193,14 +193,21 @@ class TaskRunner:
         }
         if needs_critic(config):
             workers[Role.Critic] = ChosenWorker(
-                config.critic.worker_class, CriticWorker, "critic.worker_class",
-                config.critic, parts.rollout.n, device,
-            )  # fmt: skip
+                config.critic.worker_class,
+                CriticWorker,
+                "critic.worker_class",
+                config.critic,
+                parts.rollout.n,
+                device,
+            )
         if config.reward_model.has_worker:
             workers[Role.RewardModel] = ChosenWorker(
-                config.reward_model.worker_class, RewardModelWorker, "reward_model.worker_class",
-                config.reward_model, device,
-            )  # fmt: skip
+                config.reward_model.worker_class,
+                RewardModelWorker,
+                "reward_model.worker_class",
+                config.reward_model,
+                device,
+            )
         return workers
 
     def _pools(self, config: PPOTrainerConfig) -> ResourcePoolManager:

@@ -81,9 +81,13 @@ class BatchTracing:
     """The traces of the first `count` rows of a batch, which is being sampled."""
 
     def __init__(
-        self, writer: TraceWriter, prompts: DataProto, count: int, place: tuple[int, bool],
+        self,
+        writer: TraceWriter,
+        prompts: DataProto,
+        count: int,
+        place: tuple[int, bool],
         on_finished: OnFinished | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._writer = writer
         self._prompts = prompts
         self._count = count
@@ -152,11 +156,15 @@ class BatchTracing:
             arguments = detail.get("arguments", [])
             return [
                 Span(
-                    str(call["name"]), "tool", start, call.get("seconds", seconds),
-                    {"arguments": arguments[place]} if place < len(arguments) else {}, dict(call),
+                    str(call["name"]),
+                    "tool",
+                    start,
+                    call.get("seconds", seconds),
+                    {"arguments": arguments[place]} if place < len(arguments) else {},
+                    dict(call),
                 )
                 for place, call in enumerate(event["calls"])
-            ]  # fmt: skip
+            ]
         told = {key: value for key, value in event.items() if key != DETAIL}
         return [Span(str(event["kind"]), str(event["kind"]), start, seconds, outputs=told)]
 

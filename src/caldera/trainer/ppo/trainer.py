@@ -114,10 +114,15 @@ class PPOTrainer(TrainingLoop):
         }
         self.first_scores = FirstScores(config)
         self.validator = Validator(
-            config, tokenizer, val_loader, val_reward_fn,
-            lambda prompts: self.policy.generate_sequences(prompts), self._meta,
-            self.sends_rows, self.first_scores,
-        )  # fmt: skip
+            config,
+            tokenizer,
+            val_loader,
+            val_reward_fn,
+            lambda prompts: self.policy.generate_sequences(prompts),
+            self._meta,
+            self.sends_rows,
+            self.first_scores,
+        )
 
     # ------------------------------------------------------------------ around the steps
 
@@ -135,8 +140,10 @@ class PPOTrainer(TrainingLoop):
         actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
         policy = self._group(
             Role.ActorRolloutRef if self.use_reference else Role.ActorRollout,
-            actor.ppo_mini_batch_size, "actor", actor.checkpoint.async_save,
-        )  # fmt: skip
+            actor.ppo_mini_batch_size,
+            "actor",
+            actor.checkpoint.async_save,
+        )
         self.policy = policy.typed(ActorRolloutRefWorker)
         self._policy_group = policy
         self.critic: CriticWorker | None = None
@@ -150,9 +157,12 @@ class PPOTrainer(TrainingLoop):
         self.reward_servers.start(self._groups)
 
     def _group(
-        self, role: Role, mini_batch_size: int | None = None, folder: str = "",
+        self,
+        role: Role,
+        mini_batch_size: int | None = None,
+        folder: str = "",
         saves_in_background: bool = False,
-    ) -> WorkerGroup:  # fmt: skip
+    ) -> WorkerGroup:
         """The group of a role, with the rows of its calls balanced over the ranks; one that has a
         folder in checkpoints is saved."""
         group = self._groups[role.value]
@@ -196,9 +206,10 @@ class PPOTrainer(TrainingLoop):
 
     def _to_show(self, metrics: Metrics) -> dict[str, float]:
         accuracies = [
-            value for key, value in metrics.items()
+            value
+            for key, value in metrics.items()
             if key.startswith("val-core/") and "/mean@" in key
-        ]  # fmt: skip
+        ]
         accuracy = {"accuracy": accuracies[-1]} if accuracies else {}
         return super()._to_show(metrics) | accuracy
 

@@ -130,9 +130,13 @@ class Validator:
             rewards, extras = score_answers(batch, self._reward_fn, self._config)
             is_rewarded = takes_part(extras, len(batch), self._config).tolist()
             answers.add(
-                batch, rewards.sum(-1).tolist(), extras, is_rewarded, self._tokenizer,
+                batch,
+                rewards.sum(-1).tolist(),
+                extras,
+                is_rewarded,
+                self._tokenizer,
                 self._config.data.reward_fn_key,
-            )  # fmt: skip
+            )
         self._keep(step, answers)
         self._first_scores.check(answers.extras)
         variables = answers.variables()
@@ -172,9 +176,13 @@ class Validator:
         if trainer.validation_data_dir:
             with GenerationDump(Path(trainer.validation_data_dir).expanduser()) as dump:
                 dump.write(
-                    step, answers.inputs, answers.outputs, answers.ground_truths, answers.scores,
+                    step,
+                    answers.inputs,
+                    answers.outputs,
+                    answers.ground_truths,
+                    answers.scores,
                     {**answers.extras, **answers.of_agents, "uid": answers.uids},
-                )  # fmt: skip
+                )
         self._shown = select_val_generations(
             answers.inputs, answers.outputs, answers.scores, trainer.log_val_generations
         )

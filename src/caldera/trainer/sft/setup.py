@@ -92,9 +92,14 @@ def build(
     loader = _train_loader(config, objective, tokenizer)
     steps = total_training_steps(config, loader)
     worker = ChosenWorker(
-        trainer.worker_class, SupervisedWorker, "trainer.worker_class",
-        config, objective, steps, str(trainer.device),
-    )  # fmt: skip
+        trainer.worker_class,
+        SupervisedWorker,
+        "trainer.worker_class",
+        config,
+        objective,
+        steps,
+        str(trainer.device),
+    )
     validator = _validator(config, objective, tokenizer)
     return trainer_class(config, objective, worker, make_groups, loader, validator)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from caldera.cli import main
-from caldera.commands.plan import _config
+from caldera.commands.planning.command import _config
 from caldera.commands.planning.plan import GIB, Plan, device_bytes, make_plan
 from caldera.commands.planning.report import _size
 from caldera.errors import ConfigError, UnsupportedError

@@ -42,9 +42,12 @@ class CompiledAttention:
         seen = int((counts * ends).sum())
         threads = 1 if seen < FEW_POSITIONS else torch.get_num_threads()
         self._step = StepArguments(
-            len(step.slots), len(owner), tables.shape[1], threads,
+            len(step.slots),
+            len(owner),
+            tables.shape[1],
+            threads,
             *(array.ctypes.data for array in self._arrays),
-        )  # fmt: skip
+        )
 
     def attend(
         self,
@@ -86,22 +89,36 @@ class CompiledAttention:
         self._kernels.run_layer(self._step, self._layer(parts, heads, turn, out), matrices)
 
     def _layer(
-        self, parts: AttentionParts, heads: tuple[Tensor, Tensor, Tensor],
-        turn: tuple[Tensor, Tensor] | None, out: Tensor,
-    ) -> LayerArguments:  # fmt: skip
+        self,
+        parts: AttentionParts,
+        heads: tuple[Tensor, Tensor, Tensor],
+        turn: tuple[Tensor, Tensor] | None,
+        out: Tensor,
+    ) -> LayerArguments:
         query, key, value = heads
         number, norms = parts.number, parts.norms
         self._cache.check(number, key, value)
         cos, sin = (each.data_ptr() for each in turn) if turn else (None, None)
         return LayerArguments(
-            query.data_ptr(), key.data_ptr(), value.data_ptr(),
-            query.stride(0), key.stride(0), value.stride(0),
-            cos, sin,
-            norms.query.data_ptr() if norms else None, norms.key.data_ptr() if norms else None,
-            self._cache.keys[number].data_ptr(), self._cache.values[number].data_ptr(),
-            out.data_ptr(), query.shape[1], key.shape[1], parts.window or 0, parts.scale,
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            query.stride(0),
+            key.stride(0),
+            value.stride(0),
+            cos,
+            sin,
+            norms.query.data_ptr() if norms else None,
+            norms.key.data_ptr() if norms else None,
+            self._cache.keys[number].data_ptr(),
+            self._cache.values[number].data_ptr(),
+            out.data_ptr(),
+            query.shape[1],
+            key.shape[1],
+            parts.window or 0,
+            parts.scale,
             norms.epsilon if norms else 0.0,
-        )  # fmt: skip
+        )
 
 
 def _dense(heads: Tensor) -> Tensor:

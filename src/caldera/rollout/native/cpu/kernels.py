@@ -41,7 +41,7 @@ class StepArguments(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("tokens", "parts", "table_width", "threads")),
         *((name, c_void_p) for name in ("slots", "first", "count", "place", "owner", "tables")),
-    )  # fmt: skip
+    )
 
 
 class LayerArguments(ctypes.Structure):
@@ -54,7 +54,7 @@ class LayerArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("keys", "values", "out")),
         *((name, c_int64) for name in ("query_heads", "key_heads", "window")),
         *((name, c_float) for name in ("scale", "head_epsilon")),
-    )  # fmt: skip
+    )
 
 
 class Matrices(ctypes.Structure):
@@ -65,7 +65,7 @@ class Matrices(ctypes.Structure):
         *((name, c_int64) for name in ("hidden", "inner")),
         *((name, c_float) for name in ("first_epsilon", "second_epsilon")),
         ("values", c_void_p),
-    )  # fmt: skip
+    )
 
 
 class CpuKernels:

@@ -43,9 +43,11 @@ class SmallLayer:
         first, second = parts.scales
         self._inward = TiledWeight.of(*parts.inward, scale=first)
         self._others = [
-            TiledWeight.of(parts.outward), TiledWeight.of(parts.gate, scale=second),
-            TiledWeight.of(parts.up, scale=second), TiledWeight.of(parts.down),
-        ]  # fmt: skip
+            TiledWeight.of(parts.outward),
+            TiledWeight.of(parts.gate, scale=second),
+            TiledWeight.of(parts.up, scale=second),
+            TiledWeight.of(parts.down),
+        ]
         self._width = sum(linear.out_features for linear in parts.inward)
         self._sizes = parts.down.out_features, parts.down.in_features
         self.packs = [self._inward, *self._others]
@@ -67,9 +69,12 @@ class SmallLayer:
         """values (T, H), which are changed."""
         parts = self._parts
         matrices = Matrices(
-            *self._inward.addresses, *(weight.addresses[0] for weight in self._others),
-            *self._sizes, *parts.epsilons, values.data_ptr(),
-        )  # fmt: skip
+            *self._inward.addresses,
+            *(weight.addresses[0] for weight in self._others),
+            *self._sizes,
+            *parts.epsilons,
+            values.data_ptr(),
+        )
         heads = parts.heads(values.new_empty(len(values), self._width))
         attention.run_layer(parts.attention, heads, turn, matrices)
         return values

@@ -30,11 +30,17 @@ class Plan(NamedTuple):
 
 
 PLANS = [
-    (16, Plan(128, 16, 4, 3)), (32, Plan(128, 16, 2, 3)), (64, Plan(128, 8, 2, 3)),
-    (128, Plan(128, 4, 4, 2)), (256, Plan(64, 4, 2, 2)), (512, Plan(128, 1, 4, 2)),
-    (768, Plan(64, 1, 4, 2)), (1024, Plan(32, 1, 1, 5)), (1536, Plan(32, 1, 1, 3)),
+    (16, Plan(128, 16, 4, 3)),
+    (32, Plan(128, 16, 2, 3)),
+    (64, Plan(128, 8, 2, 3)),
+    (128, Plan(128, 4, 4, 2)),
+    (256, Plan(64, 4, 2, 2)),
+    (512, Plan(128, 1, 4, 2)),
+    (768, Plan(64, 1, 4, 2)),
+    (1024, Plan(32, 1, 1, 5)),
+    (1536, Plan(32, 1, 1, 3)),
     (1792, Plan(64, 1, 4, 2)),
-]  # fmt: skip
+]
 """Up to so many sequences by heads of keys: what was fastest on an H200 with heads of 64, each for
 seven of queries, and as many keys as the sequences have when so many are left of a long tail."""
 LARGEST_PLAN = Plan(32, 1, 1, 5)
@@ -93,38 +99,83 @@ def attend_pages(
         weight = query.new_empty(size, heads, how.splits, dtype=torch.float32)
     turned = (None, None, None, None, 0.0) if turn is None else turn
     attention_kernel[(key_heads, size, how.splits)](
-        query, key, value, pages.pointers, pages.inputs, pages.tables, partial, weight, *turned,
-        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0),
-        value.stride(1), pages.tables.stride(0), size, scale * LOG2_E, window or 0,
-        HEADS=key_heads, GROUP=group, WIDTH=width,
+        query,
+        key,
+        value,
+        pages.pointers,
+        pages.inputs,
+        pages.tables,
+        partial,
+        weight,
+        *turned,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        pages.tables.stride(0),
+        size,
+        scale * LOG2_E,
+        window or 0,
+        HEADS=key_heads,
+        GROUP=group,
+        WIDTH=width,
         GROUP_PADDED=max(SMALLEST_PRODUCT, triton.next_power_of_2(group)),
-        WIDTH_PADDED=padded, PAGE=PAGE_SIZE, KEYS=how.keys, SPLITS=how.splits,
-        WINDOWED=window is not None, ROTATED=turn is not None, NORMED=turned[2] is not None,
-        PRELOADED=preload, num_warps=how.warps, num_stages=how.stages, **chain,
-    )  # fmt: skip
+        WIDTH_PADDED=padded,
+        PAGE=PAGE_SIZE,
+        KEYS=how.keys,
+        SPLITS=how.splits,
+        WINDOWED=window is not None,
+        ROTATED=turn is not None,
+        NORMED=turned[2] is not None,
+        PRELOADED=preload,
+        num_warps=how.warps,
+        num_stages=how.stages,
+        **chain,
+    )
     if how.splits > 1:
         _combine_kernel[(size * heads,)](
-            partial, weight, out, WIDTH=width, WIDTH_PADDED=padded, SPLITS=how.splits,
-            num_warps=1, **chain,
-        )  # fmt: skip
+            partial,
+            weight,
+            out,
+            WIDTH=width,
+            WIDTH_PADDED=padded,
+            SPLITS=how.splits,
+            num_warps=1,
+            **chain,
+        )
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _slots(
-    table: tl.tensor, token: tl.tensor, inside: tl.tensor, head: tl.tensor, PAGE: tl.constexpr,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    table: tl.tensor,
+    token: tl.tensor,
+    inside: tl.tensor,
+    head: tl.tensor,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
     page = tl.load(table + token // PAGE, mask=inside, other=0)
     return ((page.to(tl.int64) * PAGE + token % PAGE) * HEADS + head) * WIDTH
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _block(
-    keys: tl.tensor, values: tl.tensor, table: tl.tensor, start: tl.tensor, end: tl.tensor,
-    head: tl.tensor, KEYS: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    head: tl.tensor,
+    KEYS: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Keys and values (KEYS, D) from `start` on, and which of them come before the end."""
     token, cell = start + tl.arange(0, KEYS), tl.arange(0, WIDTH_PADDED)
     inside = token < end
@@ -149,10 +200,17 @@ def _angle(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _heads(
-    rows: tl.tensor, known: tl.tensor, norm: tl.tensor, cosine: tl.tensor, sine: tl.tensor,
-    epsilon: tl.tensor, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, NORMED: tl.constexpr,
+    rows: tl.tensor,
+    known: tl.tensor,
+    norm: tl.tensor,
+    cosine: tl.tensor,
+    sine: tl.tensor,
+    epsilon: tl.tensor,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+    NORMED: tl.constexpr,
     ROTATED: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+) -> tl.tensor:
     """Heads that begin at `rows` (n,), normed and rotated by cosine and sine (D,): (n, D)."""
     cell = tl.arange(0, WIDTH_PADDED)
     there = known[:, None] & (cell < WIDTH)[None, :]
@@ -172,10 +230,17 @@ def _heads(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _see_itself(
-    asked: tl.tensor, mine: tl.tensor, value_at: tl.tensor, keys: tl.tensor, values: tl.tensor,
-    position: tl.tensor, scale: tl.tensor, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr,
+    asked: tl.tensor,
+    mine: tl.tensor,
+    value_at: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    position: tl.tensor,
+    scale: tl.tensor,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Keep the new key (1, D) and value; what the queries find in them."""
     cell = tl.arange(0, WIDTH_PADDED)
     value = tl.load(value_at + cell, mask=cell < WIDTH, other=0.0)
@@ -190,9 +255,13 @@ def _see_itself(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _share(
-    position: tl.tensor, split: tl.tensor, window: tl.tensor, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOWED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    position: tl.tensor,
+    split: tl.tensor,
+    window: tl.tensor,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
     """From where to where a split reads keys."""
     first = tl.maximum(position + 1 - window, 0) if WINDOWED else 0
     span = tl.cdiv(tl.maximum(position - first, 0), SPLITS * KEYS) * KEYS
@@ -202,16 +271,43 @@ def _share(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def attention_kernel(
-    query: tl.tensor, key: tl.tensor, value: tl.tensor, pointers: tl.tensor, inputs: tl.tensor,
-    tables: tl.tensor, partial: tl.tensor, weight: tl.tensor, cosine: tl.tensor, sine: tl.tensor,
-    query_norm: tl.tensor, key_norm: tl.tensor, epsilon: tl.tensor, query_stride: tl.tensor,
-    query_head: tl.tensor, key_stride: tl.tensor, key_head: tl.tensor, value_stride: tl.tensor,
-    value_head: tl.tensor, table_stride: tl.tensor, size: tl.tensor, scale: tl.tensor,
-    window: tl.tensor, HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOWED: tl.constexpr, ROTATED: tl.constexpr, NORMED: tl.constexpr,
-    PRELOADED: tl.constexpr, CHAINED: tl.constexpr,
-) -> None:  # fmt: skip
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    pointers: tl.tensor,
+    inputs: tl.tensor,
+    tables: tl.tensor,
+    partial: tl.tensor,
+    weight: tl.tensor,
+    cosine: tl.tensor,
+    sine: tl.tensor,
+    query_norm: tl.tensor,
+    key_norm: tl.tensor,
+    epsilon: tl.tensor,
+    query_stride: tl.tensor,
+    query_head: tl.tensor,
+    key_stride: tl.tensor,
+    key_head: tl.tensor,
+    value_stride: tl.tensor,
+    value_head: tl.tensor,
+    table_stride: tl.tensor,
+    size: tl.tensor,
+    scale: tl.tensor,
+    window: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    ROTATED: tl.constexpr,
+    NORMED: tl.constexpr,
+    PRELOADED: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
     """The keys in the cache are divided among the splits; the first also has the new key."""
     if CHAINED:
         gdc_launch_dependents()
@@ -242,10 +338,19 @@ def attention_kernel(
     if split == 0:
         mine = key + place * key_stride + (head + only) * key_head
         largest, total, gathered = _see_itself(
-            asked, _heads(mine, only == 0, key_norm, cos, sin, epsilon, WIDTH, WIDTH_PADDED,
-            NORMED, ROTATED), value + place * value_stride + head * value_head, keys + slot,
-            values + slot, position, scale, WIDTH, WIDTH_PADDED, GROUP_PADDED,
-        )  # fmt: skip
+            asked,
+            _heads(
+                mine, only == 0, key_norm, cos, sin, epsilon, WIDTH, WIDTH_PADDED, NORMED, ROTATED
+            ),
+            value + place * value_stride + head * value_head,
+            keys + slot,
+            values + slot,
+            position,
+            scale,
+            WIDTH,
+            WIDTH_PADDED,
+            GROUP_PADDED,
+        )
     if PRELOADED:
         if begin < end:
             largest, total, gathered = fold_block(
@@ -265,10 +370,17 @@ def attention_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_found(
-    partial: tl.tensor, weight: tl.tensor, target: tl.tensor, split: tl.tensor,
-    gathered: tl.tensor, largest: tl.tensor, total: tl.tensor, GROUP: tl.constexpr,
-    WIDTH: tl.constexpr, SPLITS: tl.constexpr,
-) -> None:  # fmt: skip
+    partial: tl.tensor,
+    weight: tl.tensor,
+    target: tl.tensor,
+    split: tl.tensor,
+    gathered: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> None:
     """The whole answer of one split, or a part of it with its weight, which is a logarithm."""
     member, cell = tl.arange(0, gathered.shape[0]), tl.arange(0, gathered.shape[1])
     known = (member < GROUP)[:, None] & (cell < WIDTH)[None, :]
@@ -287,9 +399,14 @@ def _store_found(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _combine_kernel(
-    partial: tl.tensor, weight: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr,
-    WIDTH_PADDED: tl.constexpr, SPLITS: tl.constexpr, CHAINED: tl.constexpr,
-) -> None:  # fmt: skip
+    partial: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
     """What the splits of one query head found, each by its weight, which is a logarithm.
 
     CHAINED: the kernel is begun before the one that found it has ended.
@@ -313,19 +430,39 @@ def keep(key: Tensor, value: Tensor, pages: Pages) -> None:
     """Keep the new keys and values (B, Hkv, D) in the cache."""
     size, heads, width = key.shape
     _keep_kernel[(size, heads)](
-        key, value, *pages, key.stride(0), key.stride(1),
-        value.stride(0), value.stride(1), pages.tables.stride(0), size,
-        WIDTH=width, WIDTH_PADDED=triton.next_power_of_2(width), PAGE=PAGE_SIZE, num_warps=1,
-    )  # fmt: skip
+        key,
+        value,
+        *pages,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        pages.tables.stride(0),
+        size,
+        WIDTH=width,
+        WIDTH_PADDED=triton.next_power_of_2(width),
+        PAGE=PAGE_SIZE,
+        num_warps=1,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _keep_kernel(
-    key: tl.tensor, value: tl.tensor, pointers: tl.tensor, inputs: tl.tensor, tables: tl.tensor,
-    key_stride: tl.tensor, key_head: tl.tensor, value_stride: tl.tensor, value_head: tl.tensor,
-    table_stride: tl.tensor, size: tl.tensor, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr,
+    key: tl.tensor,
+    value: tl.tensor,
+    pointers: tl.tensor,
+    inputs: tl.tensor,
+    tables: tl.tensor,
+    key_stride: tl.tensor,
+    key_head: tl.tensor,
+    value_stride: tl.tensor,
+    value_head: tl.tensor,
+    table_stride: tl.tensor,
+    size: tl.tensor,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
     PAGE: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     place, head = tl.program_id(0), tl.program_id(1)
     element: tl.constexpr = key.dtype.element_ty
     keys = tl.load(pointers).to(tl.pointer_type(element))

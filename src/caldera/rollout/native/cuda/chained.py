@@ -92,16 +92,25 @@ def _weights(layer: Any, epsilon: float) -> LayerWeights | None:
         all(type(each) is nn.Linear and each.bias is None for each in others)
         and all(epsilon_of(norm) == epsilon for norm in norms)
         and attention.head_dim in HEAD_WIDTHS
-        and width % 16 == 0 and inner % 16 == 0
-    )  # fmt: skip
+        and width % 16 == 0
+        and inner % 16 == 0
+    )
     if not fits:
         return None
     outward, down = (each.weight for each in others)
     before, between, *heads = (cast(Tensor, norm.weight) for norm in norms)
     return LayerWeights(
-        inward.weight, inward.bias, outward, gates.weight, down, before, between,
-        (heads[0], heads[1]) if heads else (None, None), epsilon, attention.scaling,
-    )  # fmt: skip
+        inward.weight,
+        inward.bias,
+        outward,
+        gates.weight,
+        down,
+        before,
+        between,
+        (heads[0], heads[1]) if heads else (None, None),
+        epsilon,
+        attention.scaling,
+    )
 
 
 WIDEST, DEEPEST = 1024, 8192
@@ -195,11 +204,27 @@ class _Step(ABC):
         mail, tables = steps.state.mail, steps.state.tables
         padded = triton.next_power_of_2(width)
         begin_kernel[(size,)](
-            mail.letters, mail.next_letter, inputs, steps.state.newest, tables, steps.embedding,
-            steps.layers[0].before, self._hidden, self.normed, size, mail.letters.stride(0),
-            tables.stride(0), steps.epsilon, WIDTH=width, WIDTH_PADDED=padded, PAGE=PAGE_SIZE,
-            FIELDS=FIELDS, INPUTS=INPUTS, num_warps=begin_warps(padded), enable_fp_fusion=True,
-        )  # fmt: skip
+            mail.letters,
+            mail.next_letter,
+            inputs,
+            steps.state.newest,
+            tables,
+            steps.embedding,
+            steps.layers[0].before,
+            self._hidden,
+            self.normed,
+            size,
+            mail.letters.stride(0),
+            tables.stride(0),
+            steps.epsilon,
+            WIDTH=width,
+            WIDTH_PADDED=padded,
+            PAGE=PAGE_SIZE,
+            FIELDS=FIELDS,
+            INPUTS=INPUTS,
+            num_warps=begin_warps(padded),
+            enable_fp_fusion=True,
+        )
 
     def heads(self, layer: LayerWeights) -> Tensor:
         """Queries, keys and values, (B, Hq + 2 Hkv, D)."""
@@ -215,9 +240,15 @@ class _Step(ABC):
         turn = Turn(cosine, sine, query_norm, key_norm, steps.epsilon)
         query, key, value = heads.split_with_sizes(steps.head_counts, 1)
         found = attend_pages(
-            query, key, value, pages, steps.scale, turn=turn, preload=self.preloads,
+            query,
+            key,
+            value,
+            pages,
+            steps.scale,
+            turn=turn,
+            preload=self.preloads,
             chain=self._chain,
-        )  # fmt: skip
+        )
         return found.view(self._size, -1)
 
     @abstractmethod
@@ -240,11 +271,19 @@ class _Step(ABC):
         """Add the parts (P, B, H) to the hidden states, and norm them."""
         size, width = self._hidden.shape
         settle_kernel[(size,)](
-            parts, self._hidden, scale, self.normed, size, self._steps.epsilon, WIDTH=width,
-            WIDTH_PADDED=triton.next_power_of_2(width), PARTS=len(parts),
-            PARTS_PADDED=triton.next_power_of_2(len(parts)), num_warps=8,
+            parts,
+            self._hidden,
+            scale,
+            self.normed,
+            size,
+            self._steps.epsilon,
+            WIDTH=width,
+            WIDTH_PADDED=triton.next_power_of_2(width),
+            PARTS=len(parts),
+            PARTS_PADDED=triton.next_power_of_2(len(parts)),
+            num_warps=8,
             **(self.settles if self._hidden.is_cuda else UNCHAINED),
-        )  # fmt: skip
+        )
 
 
 class _ManyRows(_Step):
@@ -297,10 +336,22 @@ class _SomeRows(_ManyRows):
         out = values.new_empty(parts, self._size, width, dtype=dtype)
         grid = triton.cdiv(width, tile.columns), triton.cdiv(self._size, tile.rows), parts
         tile_kernel[grid](
-            values, weight, bias, out, self._size, width, span, K=cells, ROWS=tile.rows,
-            COLUMNS=tile.columns, DEPTH=tile.depth, BIASED=bias is not None,
-            STAGES=tile.stages, num_warps=tile.warps, **self._chain,
-        )  # fmt: skip
+            values,
+            weight,
+            bias,
+            out,
+            self._size,
+            width,
+            span,
+            K=cells,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            DEPTH=tile.depth,
+            BIASED=bias is not None,
+            STAGES=tile.stages,
+            num_warps=tile.warps,
+            **self._chain,
+        )
         return out
 
 
@@ -337,11 +388,23 @@ class _FewRows(_Step):
         assert strip.stages or weight.shape[1] <= whole, (strip, weight.shape)
         out = weight.new_empty(self._size, width)
         product_kernel[(triton.cdiv(len(weight), strip.columns),)](
-            self.normed, weight, bias, out, self._size, width, K=weight.shape[1],
-            COLUMNS=strip.columns, ROWS=self._rows, DEPTH=strip.depth,
-            SLABS=0 if strip.stages else SLABS, GATED=gated, BIASED=bias is not None,
-            STAGES=strip.stages, num_warps=strip.warps, **self._chain,
-        )  # fmt: skip
+            self.normed,
+            weight,
+            bias,
+            out,
+            self._size,
+            width,
+            K=weight.shape[1],
+            COLUMNS=strip.columns,
+            ROWS=self._rows,
+            DEPTH=strip.depth,
+            SLABS=0 if strip.stages else SLABS,
+            GATED=gated,
+            BIASED=bias is not None,
+            STAGES=strip.stages,
+            num_warps=strip.warps,
+            **self._chain,
+        )
         return out
 
     def _in_parts(self, values: Tensor, weight: Tensor, strip: Strip) -> Tensor:
@@ -350,7 +413,16 @@ class _FewRows(_Step):
         count = triton.cdiv(cells, strip.depth)
         parts = torch.empty(count, self._size, width, device=values.device)
         parts_kernel[(triton.cdiv(width, strip.columns), count)](
-            values, weight, parts, self._size, width, K=cells, COLUMNS=strip.columns,
-            ROWS=self._rows, DEPTH=strip.depth, num_warps=strip.warps, **self._chain,
-        )  # fmt: skip
+            values,
+            weight,
+            parts,
+            self._size,
+            width,
+            K=cells,
+            COLUMNS=strip.columns,
+            ROWS=self._rows,
+            DEPTH=strip.depth,
+            num_warps=strip.warps,
+            **self._chain,
+        )
         return parts

@@ -24,9 +24,13 @@ numbers of `chains`, of which Triton's kernels see only constants of their own k
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _block(
-    source: tl.tensor, row: tl.tensor, inside: tl.tensor, start: tl.tensor, K: tl.constexpr,
+    source: tl.tensor,
+    row: tl.tensor,
+    inside: tl.tensor,
+    start: tl.tensor,
+    K: tl.constexpr,
     DEPTH: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+) -> tl.tensor:
     """Cells from `start` on of rows of (., K), as (N, DEPTH)."""
     k = start + tl.arange(0, DEPTH)
     there = inside[:, None] & (k < K)[None, :]
@@ -35,9 +39,14 @@ def _block(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _slabs(
-    source: tl.tensor, row: tl.tensor, inside: tl.tensor, start: tl.constexpr, K: tl.constexpr,
-    SLABS: tl.constexpr, DEPTH: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    source: tl.tensor,
+    row: tl.tensor,
+    inside: tl.tensor,
+    start: tl.constexpr,
+    K: tl.constexpr,
+    SLABS: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> tl.tensor:
     """The same as (SLABS, N, DEPTH): warps share the slabs, so that short products take all of
     them."""
     k = start + (tl.arange(0, SLABS) * DEPTH)[:, None] + tl.arange(0, DEPTH)[None, :]
@@ -62,11 +71,22 @@ def _columns(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def product_kernel(
-    values: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, size: tl.tensor,
-    width: tl.tensor, K: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-    DEPTH: tl.constexpr, SLABS: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
-    STAGES: tl.constexpr, CHAINED: tl.constexpr,
-) -> None:  # fmt: skip
+    values: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    size: tl.tensor,
+    width: tl.tensor,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SLABS: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
     """values (B, K) by COLUMNS rows of the weight a program, to out (B, width).
 
     GATED: by rows c and c + width of the weight (2 * width, K); SiLU of the first by the second.
@@ -111,10 +131,17 @@ def product_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def parts_kernel(
-    values: tl.tensor, weight: tl.tensor, parts: tl.tensor, size: tl.tensor, columns: tl.tensor,
-    K: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    values: tl.tensor,
+    weight: tl.tensor,
+    parts: tl.tensor,
+    size: tl.tensor,
+    columns: tl.tensor,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
     CHAINED: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     """values (B, K) by weight (N, K), in parts of DEPTH cells of K: parts (P, B, N), float32."""
     if CHAINED:
         gdc_launch_dependents()
@@ -142,11 +169,21 @@ def _tile(at: tl.tensor, k: tl.tensor, left: tl.tensor, EVEN: tl.constexpr) -> t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tile_kernel(
-    values: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, size: tl.tensor,
-    width: tl.tensor, span: tl.tensor, K: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr, STAGES: tl.constexpr,
+    values: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    size: tl.tensor,
+    width: tl.tensor,
+    span: tl.tensor,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BIASED: tl.constexpr,
+    STAGES: tl.constexpr,
     CHAINED: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     """values (B, K) by the weight, in parts of `span` cells of K, to out (P, B, width).
 
     A program has ROWS of B and COLUMNS of the width, for one part.
@@ -178,21 +215,39 @@ def tile_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_normed(
-    total: tl.tensor, factor: tl.tensor, normed: tl.tensor, cell: tl.tensor, inside: tl.tensor,
-    epsilon: tl.tensor, WIDTH: tl.constexpr,
-) -> None:  # fmt: skip
+    total: tl.tensor,
+    factor: tl.tensor,
+    normed: tl.tensor,
+    cell: tl.tensor,
+    inside: tl.tensor,
+    epsilon: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> None:
     total *= tl.rsqrt(tl.sum(total * total, 0) / WIDTH + epsilon)
     tl.store(normed + cell, (total * factor).to(normed.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def begin_kernel(
-    letters: tl.tensor, next_letter: tl.tensor, inputs: tl.tensor, newest: tl.tensor,
-    tables: tl.tensor, embedding: tl.tensor, scale: tl.tensor, hidden: tl.tensor,
-    normed: tl.tensor, size: tl.tensor, letter_stride: tl.tensor, table_stride: tl.tensor,
-    epsilon: tl.tensor, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, PAGE: tl.constexpr,
-    FIELDS: tl.constexpr, INPUTS: tl.constexpr,
-) -> None:  # fmt: skip
+    letters: tl.tensor,
+    next_letter: tl.tensor,
+    inputs: tl.tensor,
+    newest: tl.tensor,
+    tables: tl.tensor,
+    embedding: tl.tensor,
+    scale: tl.tensor,
+    hidden: tl.tensor,
+    normed: tl.tensor,
+    size: tl.tensor,
+    letter_stride: tl.tensor,
+    table_stride: tl.tensor,
+    epsilon: tl.tensor,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    FIELDS: tl.constexpr,
+    INPUTS: tl.constexpr,
+) -> None:
     """Enter the page of each new token into the tables; hidden (B, H) is the token's embedding.
 
     inputs (5, B): where the letter's are laid. newest (R,): each row's newest token.
@@ -215,10 +270,18 @@ def begin_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def settle_kernel(
-    parts: tl.tensor, hidden: tl.tensor, scale: tl.tensor, normed: tl.tensor, size: tl.tensor,
-    epsilon: tl.tensor, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, PARTS: tl.constexpr,
-    PARTS_PADDED: tl.constexpr, CHAINED: tl.constexpr,
-) -> None:  # fmt: skip
+    parts: tl.tensor,
+    hidden: tl.tensor,
+    scale: tl.tensor,
+    normed: tl.tensor,
+    size: tl.tensor,
+    epsilon: tl.tensor,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_PADDED: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
     """Add the parts (P, B, H) to hidden (B, H), in their order; normed (B, H) is what follows."""
     if CHAINED == EARLY:
         gdc_launch_dependents()

@@ -37,10 +37,22 @@ def begin_step(mail: Mail, inputs: Tensor, newest: Tensor, tables: Tensor) -> tu
     tokens = newest.new_empty(1, size)
     places = torch.empty_like(tokens)
     _begin_kernel[(triton.cdiv(size, 128),)](
-        mail.letters, mail.next_letter, inputs, newest, tables, tokens, places, size,
-        mail.letters.stride(0), tables.stride(0), PAGE=PAGE_SIZE, BLOCK=128, FIELDS=FIELDS,
-        INPUTS=INPUTS, num_warps=4,
-    )  # fmt: skip
+        mail.letters,
+        mail.next_letter,
+        inputs,
+        newest,
+        tables,
+        tokens,
+        places,
+        size,
+        mail.letters.stride(0),
+        tables.stride(0),
+        PAGE=PAGE_SIZE,
+        BLOCK=128,
+        FIELDS=FIELDS,
+        INPUTS=INPUTS,
+        num_warps=4,
+    )
     return tokens, places
 
 
@@ -52,9 +64,15 @@ def _field(told: tl.tensor, field: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def open_letter(
-    letters: tl.tensor, next_letter: tl.tensor, inputs: tl.tensor, place: tl.tensor,
-    size: tl.tensor, stride: tl.tensor, FIELDS: tl.constexpr, INPUTS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    letters: tl.tensor,
+    next_letter: tl.tensor,
+    inputs: tl.tensor,
+    place: tl.tensor,
+    size: tl.tensor,
+    stride: tl.tensor,
+    FIELDS: tl.constexpr,
+    INPUTS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Lay what some places (n,) are told beside the other inputs; returns rows, positions and
     pages, (n,) each."""
     field = tl.arange(0, FIELDS)
@@ -68,11 +86,21 @@ def open_letter(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _begin_kernel(
-    letters: tl.tensor, next_letter: tl.tensor, inputs: tl.tensor, newest: tl.tensor,
-    tables: tl.tensor, tokens: tl.tensor, places: tl.tensor, size: tl.tensor,
-    letter_stride: tl.tensor, table_stride: tl.tensor, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    FIELDS: tl.constexpr, INPUTS: tl.constexpr,
-) -> None:  # fmt: skip
+    letters: tl.tensor,
+    next_letter: tl.tensor,
+    inputs: tl.tensor,
+    newest: tl.tensor,
+    tables: tl.tensor,
+    tokens: tl.tensor,
+    places: tl.tensor,
+    size: tl.tensor,
+    letter_stride: tl.tensor,
+    table_stride: tl.tensor,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr,
+    INPUTS: tl.constexpr,
+) -> None:
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     row, position, page = open_letter(
@@ -113,23 +141,56 @@ def choose(
     if mail is not None:
         next_letter, answers, stride = mail.next_letter, mail.answers, mail.answers.stride(0)
     _tile_kernel[(size, tiles)](
-        logits, inputs, found, next_letter, size, vocabulary, logits.stride(0),
-        TILE=TILE, RAW=raw, LETTERS=LETTERS, num_warps=8, **chain,
-    )  # fmt: skip
+        logits,
+        inputs,
+        found,
+        next_letter,
+        size,
+        vocabulary,
+        logits.stride(0),
+        TILE=TILE,
+        RAW=raw,
+        LETTERS=LETTERS,
+        num_warps=8,
+        **chain,
+    )
     _choose_kernel[(size,)](
-        logits, inputs, found, newest, out, next_letter, answers, size, vocabulary,
-        logits.stride(0), tiles, stride, GROUP=GROUP, TILES=triton.next_power_of_2(tiles), RAW=raw,
-        LETTERS=LETTERS, num_warps=8, **chain,
-    )  # fmt: skip
+        logits,
+        inputs,
+        found,
+        newest,
+        out,
+        next_letter,
+        answers,
+        size,
+        vocabulary,
+        logits.stride(0),
+        tiles,
+        stride,
+        GROUP=GROUP,
+        TILES=triton.next_power_of_2(tiles),
+        RAW=raw,
+        LETTERS=LETTERS,
+        num_warps=8,
+        **chain,
+    )
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile_kernel(
-    logits: tl.tensor, inputs: tl.tensor, found: tl.tensor, next_letter: tl.tensor, size: tl.tensor,
-    vocabulary: tl.tensor, stride: tl.tensor, TILE: tl.constexpr, RAW: tl.constexpr,
-    LETTERS: tl.constexpr, CHAINED: tl.constexpr,
-) -> None:  # fmt: skip
+    logits: tl.tensor,
+    inputs: tl.tensor,
+    found: tl.tensor,
+    next_letter: tl.tensor,
+    size: tl.tensor,
+    vocabulary: tl.tensor,
+    stride: tl.tensor,
+    TILE: tl.constexpr,
+    RAW: tl.constexpr,
+    LETTERS: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
     """Of each tile: the largest logit, and the sum of exponentials beside it."""
     if CHAINED:
         gdc_launch_dependents()
@@ -172,11 +233,24 @@ def _winner(weights: tl.tensor, word: tl.tensor, race: tl.constexpr, place: tl.t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _choose_kernel(
-    logits: tl.tensor, inputs: tl.tensor, found: tl.tensor, newest: tl.tensor, out: tl.tensor,
-    next_letter: tl.tensor, answers: tl.tensor, size: tl.tensor, vocabulary: tl.tensor,
-    stride: tl.tensor, tiles: tl.tensor, answer_stride: tl.tensor, GROUP: tl.constexpr,
-    TILES: tl.constexpr, RAW: tl.constexpr, LETTERS: tl.constexpr, CHAINED: tl.constexpr,
-) -> None:  # fmt: skip
+    logits: tl.tensor,
+    inputs: tl.tensor,
+    found: tl.tensor,
+    newest: tl.tensor,
+    out: tl.tensor,
+    next_letter: tl.tensor,
+    answers: tl.tensor,
+    size: tl.tensor,
+    vocabulary: tl.tensor,
+    stride: tl.tensor,
+    tiles: tl.tensor,
+    answer_stride: tl.tensor,
+    GROUP: tl.constexpr,
+    TILES: tl.constexpr,
+    RAW: tl.constexpr,
+    LETTERS: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
     """First the tile, by the sums of all, then the group of its tokens, then the token."""
     if CHAINED:
         gdc_launch_dependents()

@@ -50,9 +50,12 @@ class AddedLinear(nn.Linear):
     def __init__(self, whole: nn.Linear, ranks: int, group: str) -> None:
         """`group` is a name: the layer can be copied, and a process group cannot."""
         super().__init__(
-            whole.in_features // ranks, whole.out_features, whole.bias is not None,
-            device="meta", dtype=whole.weight.dtype,
-        )  # fmt: skip
+            whole.in_features // ranks,
+            whole.out_features,
+            whole.bias is not None,
+            device="meta",
+            dtype=whole.weight.dtype,
+        )
         self._group = group
 
     def forward(self, values: Tensor) -> Tensor:
@@ -142,9 +145,12 @@ def _part(whole: nn.Linear, style: str, ranks: int, group: str) -> nn.Linear:
     if style == INPUT_CUT:
         return AddedLinear(whole, ranks, group)
     return nn.Linear(
-        whole.in_features, whole.out_features // ranks, whole.bias is not None,
-        device="meta", dtype=whole.weight.dtype,
-    )  # fmt: skip
+        whole.in_features,
+        whole.out_features // ranks,
+        whole.bias is not None,
+        device="meta",
+        dtype=whole.weight.dtype,
+    )
 
 
 def _place(model: nn.Module, device: torch.device) -> None:

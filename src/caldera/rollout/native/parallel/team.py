@@ -47,8 +47,13 @@ class Team:
     or when the sum that it waits for fails.
     """
 
-    def __init__(self, members: list[int], group: dist.ProcessGroup, control: dist.ProcessGroup,
-                 timeout: timedelta) -> None:  # fmt: skip
+    def __init__(
+        self,
+        members: list[int],
+        group: dist.ProcessGroup,
+        control: dist.ProcessGroup,
+        timeout: timedelta,
+    ) -> None:
         """`group` adds up; `control` is for orders and notes, on the host."""
         self.size = len(members)
         self.group = group

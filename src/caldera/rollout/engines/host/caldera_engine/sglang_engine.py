@@ -239,9 +239,14 @@ def _of_prompt(meta: dict[str, Any]) -> list[float]:
 
 def _sampling_params(params: dict[str, Any]) -> dict[str, Any]:
     same = (
-        "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
         "ignore_eos",
-    )  # fmt: skip
+    )
     return {
         **{name: params[name] for name in same},
         "max_new_tokens": params["max_tokens"],

@@ -1,0 +1,1 @@
+"""`caldera merge`: a Hugging Face folder out of a checkpoint."""
