@@ -19,7 +19,8 @@ from typing import Any
 from caldera.errors import ConfigError, DataError, RewardError
 from caldera.http_client import JsonClient, NoAnswer, Retries, Unavailable
 from caldera.sandbox.limits import Limits, Outcome, Status
-from caldera.sandbox.pool import IsAbandoned, Sandbox
+from caldera.sandbox.pool import Sandbox
+from caldera.sandbox.slot import IsAbandoned
 
 logger = logging.getLogger(__name__)
 

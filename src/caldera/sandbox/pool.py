@@ -22,21 +22,20 @@ from caldera.errors import ConfigError, DataError, RewardError, UnsupportedError
 from caldera.sandbox.inside.wire import decode, encode
 from caldera.sandbox.isolation import METHODS, Method
 from caldera.sandbox.limits import Limits, Outcome, Status
-from caldera.sandbox.slot import Run, Slot, SlotDied, exchange
+from caldera.sandbox.slot import (
+    NOBODY_WAITS,
+    SECONDS_BETWEEN_LOOKS,
+    Abandoned,
+    IsAbandoned,
+    Run,
+    Slot,
+    SlotDied,
+    exchange,
+)
 
 # ---- Who gets the next free slot: whoever has waited longest and still wants it
 
 T = TypeVar("T")
-IsAbandoned = Callable[[], bool]
-"""Whether nobody waits for the outcome any more. Asked again and again while a program waits for
-its turn and while it runs; it may take its time."""
-
-SECONDS_BETWEEN_LOOKS = 0.2
-NOBODY_WAITS = "nobody waits for the program's outcome any more"
-
-
-class Abandoned(RewardError):
-    """The program was not run, or not to its end."""
 
 
 class Turns(Generic[T]):

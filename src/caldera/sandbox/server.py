@@ -13,7 +13,8 @@ from rich.console import Console
 from caldera.errors import CalderaError, DataError
 from caldera.sandbox.fusion import ANSWERS, sandbox_error
 from caldera.sandbox.limits import Limits
-from caldera.sandbox.pool import Abandoned, Sandbox
+from caldera.sandbox.pool import Sandbox
+from caldera.sandbox.slot import Abandoned
 from caldera.web import JsonHandler, ThreadedServer, read_object
 
 __all__ = ["SandboxServer", "serve"]

@@ -24,12 +24,6 @@ from caldera.sandbox.isolation import (
     slot_user,
 )
 from caldera.sandbox.limits import Limits
-from caldera.sandbox.pool import (
-    NOBODY_WAITS,
-    SECONDS_BETWEEN_LOOKS,
-    Abandoned,
-    IsAbandoned,
-)
 
 Mode = Literal["run", "serve", "judge"]
 
@@ -37,6 +31,17 @@ SECONDS_TO_START = 30.0
 SECONDS_TO_END = 5.0
 MAX_MESSAGE_BYTES = 65536
 CHUNK_BYTES = 65536
+
+IsAbandoned = Callable[[], bool]
+"""Whether nobody waits for the outcome any more. Asked again and again while a program waits for
+its turn and while it runs; it may take its time."""
+
+SECONDS_BETWEEN_LOOKS = 0.2
+NOBODY_WAITS = "nobody waits for the program's outcome any more"
+
+
+class Abandoned(RewardError):
+    """The program was not run, or not to its end."""
 
 
 class SlotDied(RewardError):
