@@ -11,6 +11,8 @@ PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 PYTEST_TWICE := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 TRITON := 3.9.0
 TRACKING_TESTS := tests/integration/test_tracking_backends.py tests/integration/test_trace_backends.py
+# docs/reference is written by scripts/write_reference.py.
+MARKDOWN = $(shell git ls-files "*.md" ":!docs/reference")
 
 .DEFAULT_GOAL := help
 # The suites share two cores and one environment: never run them side by side.
@@ -64,14 +66,16 @@ sglang: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 .venv-sglang/.stamp ## Tests o
 lint: $(VENV)/.stamp-dev ## Style, formatting, types, layering and size; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mdformat --check $(MARKDOWN)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/check_size.py
 	$(BIN)/python scripts/check_commits.py
 
-format: $(VENV)/.stamp-dev ## Format the code and fix what ruff can fix
+format: $(VENV)/.stamp-dev ## Format code and docs, and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/mdformat $(MARKDOWN)
 
 clean: ## Remove caches and build files; keeps .venv and what runs wrote
 	rm -rf build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -46,7 +46,7 @@ PORT = "8765"
 """Of the server that pages start; on this machine somebody may have it."""
 REASONS = {"installs packages", "needs a cluster", "takes minutes"}
 BLOCK = re.compile(
-    r"^(?:<!-- not executed: (?P<reason>.+?) -->\n)?```bash\n(?P<script>.*?)^```$",
+    r"^(?:<!-- not executed: (?P<reason>.+?) -->\n+)?```bash\n(?P<script>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
