@@ -17,26 +17,15 @@ from caldera.config.rollout_correction import (
 from caldera.core_algos.masked import masked_mean, zero_outside
 from caldera.core_algos.rollout_correction.metrics import (
     Metrics,
+    log_ratios_of,
     mismatch_metrics,
     rejected_fractions,
     rejection_metrics,
+    safe_exp,
     weight_metrics,
 )
 
 # ---- Importance weights: how much more likely the trained policy is to sample what the sampler did
-
-MAX_LOG_RATIO = 20.0
-
-
-def safe_exp(exponents: Tensor) -> Tensor:
-    """e^x of x clamped to +-20, so that it and its square are finite."""
-    return exponents.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def log_ratios_of(old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """l of each token, clamped to +-20; 0 outside the mask. All are (B, R)."""
-    differences = zero_outside(old_log_prob - rollout_log_prob, mask)
-    return differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def importance_ratios(log_ratios: Tensor, mask: Tensor, level: str) -> Tensor:

@@ -13,12 +13,23 @@ import torch
 from torch import Tensor
 
 from caldera.config.rollout_correction import Rejection, WeightBounds
-from caldera.core_algos.masked import masked_mean, masked_sum
-from caldera.core_algos.rollout_correction.apply import log_ratios_of, safe_exp
+from caldera.core_algos.masked import masked_mean, masked_sum, zero_outside
 
 Metrics = dict[str, Tensor]
 
 PREFIX = "rollout_corr/"
+MAX_LOG_RATIO = 20.0
+
+
+def safe_exp(exponents: Tensor) -> Tensor:
+    """e^x of x clamped to +-20, so that it and its square are finite."""
+    return exponents.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def log_ratios_of(old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """l of each token, clamped to +-20; 0 outside the mask. All are (B, R)."""
+    differences = zero_outside(old_log_prob - rollout_log_prob, mask)
+    return differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def weight_metrics(ratios: Tensor, weights: Tensor, mask: Tensor, bounds: WeightBounds) -> Metrics:
