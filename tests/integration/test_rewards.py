@@ -169,7 +169,7 @@ def test_a_scorer_that_never_works_ends_the_run(
     rows = dumped(folder, 0 if validate else 1)
     assert {row["reward_error"] for row in rows} == {first}
     assert str(caught.value) == (
-        f"none of the first {len(rows)} answers could be scored, so that the run would learn "
+        f"none of the first {len(rows)} responses could be scored, so that the run would learn "
         f"nothing. The first: {first}\n  score function: {function} of {scorer}"
     )
     assert not list(folder.glob("global_step_*"))

@@ -180,5 +180,5 @@ def test_a_server_that_was_never_there_ends_a_run(
     )  # fmt: skip
     done = lab.run(arguments)
     assert done.returncode == 2
-    assert "caldera: error: none of the first 10 answers could be scored" in done.stderr
+    assert "caldera: error: none of the first 10 responses could be scored" in done.stderr
     assert "the score function took longer than 3 s" in done.stderr

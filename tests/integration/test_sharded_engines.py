@@ -181,7 +181,7 @@ def train(model: str, kind: str, settings: Settings, more: list[str]) -> Result:
     parameters = [p for p in engine._layout.root.parameters()]
     return {
         "dp_rank": engine.dp_rank,
-        "is_spokesman": engine.is_spokesman,
+        "is_dp_leader": engine.is_dp_leader,
         "first": first,
         "curve": curve,
         "last": evaluate(worker),
@@ -253,7 +253,7 @@ def test_a_sharded_model_trains_as_a_whole_one(
 ) -> None:
     alone = found[0]["alone", kind, more]
     together = [rank[name, kind, more] for rank in found[: LAYOUTS[name][0]]]
-    speakers = [rank for rank in together if rank["is_spokesman"]]
+    speakers = [rank for rank in together if rank["is_dp_leader"]]
     assert sorted(rank["dp_rank"] for rank in speakers) == list(range(len(speakers)))
     for step, expected in enumerate(alone["curve"]):
         curves = [rank["curve"][step] for rank in speakers]

@@ -13,7 +13,7 @@ from caldera.engine.training import TrainingEngine
 from caldera.trainer.ppo.advantage import compute_advantage
 from caldera.trainer.ppo.trainer import PPOTrainer
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
-from caldera.workers.losses import _distance, policy_loss, value_loss
+from caldera.workers.losses import _kl_loss, policy_loss, value_loss
 from caldera.workers.phases import log_prob_plan, train_epochs, update_plan
 
 MOST_LINES = 300
@@ -39,7 +39,7 @@ READ: list[Callable[..., Any]] = [
     update_plan,
     train_epochs,
     policy_loss,
-    _distance,
+    _kl_loss,
     value_loss,
     TrainingEngine.infer,
     TrainingEngine.train,

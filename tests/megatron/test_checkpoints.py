@@ -125,7 +125,7 @@ def train(engine: Engine, kind: str) -> Result:
         "curve": curve,
         "weights": weights,
         "version": engine.version,
-        "speaks": engine.is_spokesman,
+        "speaks": engine.is_dp_leader,
         "random": torch.rand(3),
     }
 

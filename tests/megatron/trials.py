@@ -174,7 +174,7 @@ def said(engine: Engine, kind: str) -> dict[str, Tensor]:
 def trial(engine: Engine, kind: str, rests: bool = False, **changes: Any) -> dict[str, Any]:
     """Everything that there is to compare. With `rests`, memory is given back between steps."""
     found: dict[str, Any] = {
-        "place": (engine.dp_rank, engine.dp_size, engine.is_spokesman, engine.sharers),
+        "place": (engine.dp_rank, engine.dp_size, engine.is_dp_leader, engine.model_parallel_size),
         "first": said(engine, kind),
     }
     if kind == "reward":

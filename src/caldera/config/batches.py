@@ -9,7 +9,13 @@ from typing import Any
 from caldera.config.needs import needs_critic, needs_reference
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.config.rollout_checks import check_sampling_devices
-from caldera.config.strategies import Role, check_ranks, roles, row_sharers, token_sharers
+from caldera.config.strategies import (
+    Role,
+    check_ranks,
+    model_parallel_size,
+    roles,
+    sequence_parallel_size,
+)
 from caldera.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -131,15 +137,15 @@ def _check_micro_batch(part: MicroBatches, config: PPOTrainerConfig) -> None:
         return
     rollout = config.actor_rollout_ref.rollout
     longest = rollout.prompt_length + rollout.response_length
-    sharers = token_sharers(_computing(config, part.node))
-    budget = getattr(part.node, part.tokens_key) * sharers
-    shared = f" x {sharers} ranks = {budget}" if sharers > 1 else ""
+    ranks = sequence_parallel_size(_computing(config, part.node))
+    budget = getattr(part.node, part.tokens_key) * ranks
+    shared = f" x {ranks} ranks = {budget}" if ranks > 1 else ""
     if budget < longest:
         raise ConfigError(
-            f"{part.group}.{part.tokens_key}={budget // sharers}{shared} tokens cannot hold one "
+            f"{part.group}.{part.tokens_key}={budget // ranks}{shared} tokens cannot hold one "
             f"sample of up to {longest} tokens ({ROLLOUT}.prompt_length={rollout.prompt_length} + "
             f"{ROLLOUT}.response_length={rollout.response_length}); takes at least "
-            f"{-(-longest // sharers)}"
+            f"{-(-longest // ranks)}"
         )
 
 
@@ -152,11 +158,9 @@ def check_devices(config: PPOTrainerConfig) -> None:
     counts = {"data.train_batch_size": (config.data.train_batch_size, parts.actor)}
     counts |= {key: (mini, _node_of(config, key)) for key, mini in minis.items()}
     for key, (count, node) in counts.items():
-        copies, sharers = _copies(config, node), row_sharers(node)
+        copies, ranks = _copies(config, node), model_parallel_size(node)
         if (count * n) % copies:
-            shared = (
-                f"{copies} devices" if sharers == 1 else f"{copies} groups of {sharers} devices"
-            )
+            shared = f"{copies} devices" if ranks == 1 else f"{copies} groups of {ranks} devices"
             raise ConfigError(
                 f"{key}={count} prompts x {ROLLOUT}.n={n} = {count * n} samples cannot be shared "
                 f"by {shared} (trainer.n_gpus_per_node x trainer.nnodes)"
@@ -176,7 +180,7 @@ def _check_sharing(config: PPOTrainerConfig) -> None:
 
 
 def _check_torch_sharing(role: Role, devices: int) -> None:
-    tokens, both = token_sharers(role.node), row_sharers(role.node)
+    tokens, both = sequence_parallel_size(role.node), model_parallel_size(role.node)
     if devices % both:
         raise ConfigError(
             f"{role.name}.ulysses_sequence_parallel_size={tokens} x tensor_parallel_size="
@@ -197,7 +201,7 @@ def _node_of(config: PPOTrainerConfig, key: str) -> Any:
 
 def _copies(config: PPOTrainerConfig, node: Any) -> int:
     """Copies of a role's model, among which rows are shared; at least one, as far as is known."""
-    return max(1, _devices(config) // row_sharers(_computing(config, node)))
+    return max(1, _devices(config) // model_parallel_size(_computing(config, node)))
 
 
 def _devices(config: PPOTrainerConfig) -> int:

@@ -96,7 +96,7 @@ NULL_IS_A_VALUE = ("reward_model.model.input_tokenizer",)
 FLOAT32_STATE = "Megatron's optimisers keep their state in float32"
 NO_BALANCE_METRICS = "the load of experts is not measured"
 NO_MUON = "Megatron's optimisers are adam and sgd"
-SAME_SHARERS = "as many ranks share the tokens of every micro-batch"
+SAME_CONTEXT_PARALLEL_SIZE = "as many ranks share the tokens of every micro-batch"
 NO_QUANTIZED_TRAINING = "training with quantised weights is not part of this release"
 LATER_REASONS = {
     "actor_rollout_ref.actor.checkpoint.strict": "a checkpoint either fits or is an error",
@@ -122,8 +122,8 @@ REASONS_BY_PART = {
     "global_profiler": NO_PROFILER,
     "dist_ckpt_optim_fully_reshardable": OF_TORCH,
     "distrib_optim_fully_reshardable_mem_efficient": OF_TORCH,
-    "dynamic_context_parallel": SAME_SHARERS,
-    "max_seqlen_per_dp_cp_rank": SAME_SHARERS,
+    "dynamic_context_parallel": SAME_CONTEXT_PARALLEL_SIZE,
+    "max_seqlen_per_dp_cp_rank": SAME_CONTEXT_PARALLEL_SIZE,
     "entropy_from_logits_with_chunking": COMPUTED_HEAD,
     "pad_bshd_to_minibatch_max": ALWAYS_PACKED,
     "router_replay": NO_ROUTER_REPLAY,

@@ -16,7 +16,7 @@ from caldera.config.sft import (
     SFTRunConfig,
     SFTTrainerConfig,
 )
-from caldera.config.sft_strategies import supervised_token_sharers
+from caldera.config.sft_strategies import supervised_sequence_parallel_size
 from caldera.config.strategies import MEGATRON
 from caldera.errors import ConfigError, UnsupportedError
 
@@ -118,13 +118,13 @@ def check_preference(config: SFTTrainerConfig) -> None:
 
 
 def _check_tokens(config: SFTTrainerConfig) -> None:
-    data, sharers = config.data, supervised_token_sharers(config)
-    if data.use_dynamic_bsz and data.max_token_len_per_gpu * sharers < 2 * data.max_length:
-        shared = f" x {sharers} ranks" if sharers > 1 else ""
+    data, ranks = config.data, supervised_sequence_parallel_size(config)
+    if data.use_dynamic_bsz and data.max_token_len_per_gpu * ranks < 2 * data.max_length:
+        shared = f" x {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
             f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}{shared} tokens cannot hold "
             f"the answers of a pair, up to data.max_length={data.max_length} tokens each; takes "
-            f"at least {-(-2 * data.max_length // sharers)}"
+            f"at least {-(-2 * data.max_length // ranks)}"
         )
 
 

@@ -16,7 +16,7 @@ from caldera.config.sft_strategies import (
     check_supervised_ranks,
     check_supervised_strategy,
     memory_of_supervised,
-    supervised_token_sharers,
+    supervised_sequence_parallel_size,
 )
 from caldera.config.validate import (
     check_betas,
@@ -92,13 +92,13 @@ def _check_frequency(key: str, value: Any) -> None:
 
 
 def _check_tokens(config: SFTTrainerConfig) -> None:
-    data, sharers = config.data, supervised_token_sharers(config)
-    if data.use_dynamic_bsz and data.max_token_len_per_gpu * sharers < data.max_length:
-        shared = f" x {sharers} ranks" if sharers > 1 else ""
+    data, ranks = config.data, supervised_sequence_parallel_size(config)
+    if data.use_dynamic_bsz and data.max_token_len_per_gpu * ranks < data.max_length:
+        shared = f" x {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
             f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}{shared} tokens cannot hold "
             f"one sample of up to data.max_length={data.max_length} tokens; takes at least "
-            f"{-(-data.max_length // sharers)}"
+            f"{-(-data.max_length // ranks)}"
         )
 
 

@@ -69,7 +69,7 @@ def check_supervised_ranks(config: SFTTrainerConfig, devices: int) -> int:
     return tokens * matrices
 
 
-def supervised_token_sharers(config: SFTTrainerConfig) -> int:
+def supervised_sequence_parallel_size(config: SFTTrainerConfig) -> int:
     """Ranks that share the tokens of a micro-batch."""
     if config.model.strategy == MEGATRON:
         return config.model.megatron.context_parallel_size

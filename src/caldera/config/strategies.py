@@ -116,19 +116,19 @@ def roles(config: PPOTrainerConfig) -> dict[str, Role]:
     return {role.name: role for role in found}
 
 
-def token_sharers(node: Any) -> int:
+def sequence_parallel_size(node: Any) -> int:
     """Ranks that share the tokens of a role's micro-batches."""
     if node.strategy == MEGATRON:
         return int(node.megatron.context_parallel_size)
     return int(node.ulysses_sequence_parallel_size)
 
 
-def row_sharers(node: Any) -> int:
+def model_parallel_size(node: Any) -> int:
     """Ranks that have the same rows of a role's batches."""
     if node.strategy == MEGATRON:
         return int(node.megatron.ranks_of_a_copy)
     memory = getattr(node, "fsdp_config", None) or node.model.fsdp_config
-    return token_sharers(node) * int(getattr(memory, "tensor_parallel_size", 1))
+    return sequence_parallel_size(node) * int(getattr(memory, "tensor_parallel_size", 1))
 
 
 def check_strategies(config: PPOTrainerConfig) -> None:

@@ -103,11 +103,11 @@ class Engine(ABC):
     dp_rank: int
     dp_size: int
     """This rank's place among those that have different rows of a mini-batch."""
-    is_spokesman: bool
+    is_dp_leader: bool
     """Whether this rank answers for those that have the same rows."""
-    sharers: int
+    model_parallel_size: int
     """How many have the same rows, and share the work on them."""
-    shared_tokens: int
+    sequence_parallel_size: int
     """How many of these share tokens; the others share matrices."""
 
     @abstractmethod

@@ -36,8 +36,8 @@ class Layout(ABC):
     """Whether each rank holds all of every parameter."""
     dp_rank: int = 0
     dp_size: int = 1
-    is_spokesman: bool = True
-    sharers: int = 1
+    is_dp_leader: bool = True
+    model_parallel_size: int = 1
     sequence: SequenceGroup = ALONE
 
     @abstractmethod

@@ -42,7 +42,7 @@ class Meshes:
     sequence: SequenceGroup
     dp_rank: int
     dp_size: int
-    is_spokesman: bool
+    is_dp_leader: bool
 
 
 def make_meshes(device: torch.device, options: EngineOptions, rope: str = "default") -> Meshes:
@@ -77,7 +77,7 @@ def make_meshes(device: torch.device, options: EngineOptions, rope: str = "defau
         sequence=_sequence_group(rest, tensor, sequence),
         dp_rank=place // sequence,
         dp_size=rest // sequence,
-        is_spokesman=place % sequence == 0 and rank % tensor == 0,
+        is_dp_leader=place % sequence == 0 and rank % tensor == 0,
     )
 
 
@@ -106,8 +106,8 @@ class ShardedLayout(Layout):
         self._meshes = meshes
         self._device = device
         self.dp_rank, self.dp_size = meshes.dp_rank, meshes.dp_size
-        self.is_spokesman = meshes.is_spokesman
-        self.sharers = dist.get_world_size() // meshes.dp_size
+        self.is_dp_leader = meshes.is_dp_leader
+        self.model_parallel_size = dist.get_world_size() // meshes.dp_size
         self.sequence = meshes.sequence
 
     def loss_scale(self, mask: Tensor) -> LossScale:
@@ -116,7 +116,7 @@ class ShardedLayout(Layout):
         counts = torch.stack([torch.as_tensor(count) for count in own])
         dist.all_reduce(counts)  # on the host: rows are still there
         # Ranks that have the same rows have counted them too.
-        counts //= self.sharers
+        counts //= self.model_parallel_size
         tokens, rows = counts.to(self._device, non_blocking=True)
         return replace(scale, batch_num_tokens=tokens, global_batch_size=rows)
 

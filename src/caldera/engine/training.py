@@ -47,8 +47,9 @@ class TrainingEngine(Engine):
         self.version = 0
         self.is_whole = layout.is_whole
         self.dp_rank, self.dp_size = layout.dp_rank, layout.dp_size
-        self.is_spokesman, self.sharers = layout.is_spokesman, layout.sharers
-        self.shared_tokens = layout.sequence.size
+        self.is_dp_leader = layout.is_dp_leader
+        self.model_parallel_size = layout.model_parallel_size
+        self.sequence_parallel_size = layout.sequence.size
         self._layout = layout
         self.device = device
         self._memory = memory = options.memory

@@ -40,7 +40,7 @@ from caldera.single_controller.decorator import Arguments, Dispatch, update_disp
 PADDING_KEY = "_padding_size_key_x123d"
 """The keyword with which a dispatch function tells how many rows it appended."""
 
-Dealt: TypeAlias = tuple[tuple[list[Any], ...], dict[str, Any]]
+Dispatched: TypeAlias = tuple[tuple[list[Any], ...], dict[str, Any]]
 
 
 class Group(Protocol):
@@ -65,7 +65,7 @@ class Group(Protocol):
 # ---- dealing
 
 
-def dispatch_one_to_all(group: Group, *args: Any, **kwargs: Any) -> Dealt:
+def dispatch_one_to_all(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
     ranks = group.world_size
     return tuple([v] * ranks for v in args), {name: [v] * ranks for name, v in kwargs.items()}
 
@@ -74,7 +74,7 @@ def dispatch_as_is(group: Group, *args: Any, **kwargs: Any) -> Arguments:
     return args, kwargs
 
 
-def dispatch_lists(group: Group, *args: Any, **kwargs: Any) -> Dealt:
+def dispatch_lists(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, list) or len(value) != group.world_size:
             given = f"{len(value)} values" if isinstance(value, list) else type(value).__name__
@@ -85,11 +85,11 @@ def dispatch_lists(group: Group, *args: Any, **kwargs: Any) -> Dealt:
     return args, kwargs
 
 
-def dispatch_rows(group: Group, *args: Any, **kwargs: Any) -> Dealt:
-    return deal_rows(range(group.world_size), args, kwargs)
+def dispatch_rows(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
+    return split_rows(range(group.world_size), args, kwargs)
 
 
-def dispatch_rows_after_function(group: Group, *args: Any, **kwargs: Any) -> Dealt:
+def dispatch_rows_after_function(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
     if not args or not callable(args[0]):
         given = type(args[0]).__name__ if args else "nothing"
         raise ProtocolError(f"the first argument must be a function, got {given}")
@@ -97,11 +97,11 @@ def dispatch_rows_after_function(group: Group, *args: Any, **kwargs: Any) -> Dea
     return ([args[0]] * group.world_size, *rows), named
 
 
-def refuse_direct_call(group: Group, *args: Any, **kwargs: Any) -> Dealt:
+def refuse_direct_call(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
     raise ProtocolError("this method is for the rollout's own calls, not for calls of the group")
 
 
-def deal_rows(parts: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Dealt:
+def split_rows(parts: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Dispatched:
     """Cut what has rows into max(parts) + 1 equal parts; rank r gets part number parts[r].
 
     Other values go to every rank. `PADDING_KEY` is among the keywords if rows were appended.
@@ -191,7 +191,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Any]:
     whether its answer is the one to collect.
     """
 
-    def dispatch(group: Group, *args: Any, **kwargs: Any) -> Dealt:
+    def dispatch(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
         parts = group.dispatch_info(mesh_name)
         wanted = group.collect_info(mesh_name)
         collected = [part for part, is_wanted in zip(parts, wanted, strict=True) if is_wanted]
@@ -200,7 +200,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Any]:
                 f"mesh {mesh_name!r}: the ranks take the parts {parts} of a batch and collect "
                 f"{collected}; each part must be collected once"
             )
-        return deal_rows(parts, args, kwargs)
+        return split_rows(parts, args, kwargs)
 
     def collect(group: Group, answers: list[Any]) -> Any:
         found = zip(

@@ -1,4 +1,4 @@
-"""`caldera dpo key=value ...`: direct preference optimisation on pairs of answers.
+"""`caldera dpo key=value ...`: direct preference optimisation on pairs of responses.
 
 The same as `python3 -m caldera.trainer.dpo_trainer`, which may also be started by torchrun.
 """
@@ -13,7 +13,7 @@ from caldera.trainer.sft.setup import SupervisedCommand
 DPO = SupervisedCommand(
     prog="caldera dpo",
     description="""\
-Train a language model to prefer one answer of each pair to the other: direct
+Train a language model to prefer one response of each pair to the other: direct
 preference optimisation.
 
   caldera dpo model.partial_pretrain=MODEL dpo.beta=0.1 \\

@@ -1,4 +1,4 @@
-"""`python3 -m caldera.trainer.fsdp_sft_trainer key=value ...`: fine-tune on answers.
+"""`python3 -m caldera.trainer.fsdp_sft_trainer key=value ...`: fine-tune on responses.
 
 The same as `caldera sft`. It may also be started by torchrun.
 """

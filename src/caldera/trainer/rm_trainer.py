@@ -1,4 +1,4 @@
-"""`caldera rm key=value ...`: train a reward model on pairs of answers.
+"""`caldera rm key=value ...`: train a reward model on pairs of responses.
 
 The same as `python3 -m caldera.trainer.rm_trainer`, which may also be started by torchrun.
 """
@@ -13,7 +13,7 @@ from caldera.trainer.sft.setup import SupervisedCommand
 REWARD_MODEL = SupervisedCommand(
     prog="caldera rm",
     description="""\
-Train a reward model on pairs of answers, of which one was preferred.
+Train a reward model on pairs of responses, of which one was preferred.
 
   caldera rm model.partial_pretrain=MODEL \\
     data.train_files=pairs.parquet data.val_files=test.parquet

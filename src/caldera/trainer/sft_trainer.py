@@ -14,7 +14,7 @@ from caldera.trainer.sft.setup import SupervisedCommand
 SFT = SupervisedCommand(
     prog="caldera sft",
     description="""\
-Fine-tune a language model on answers, or on whole conversations.
+Fine-tune a language model on responses, or on whole conversations.
 
   caldera sft model.partial_pretrain=MODEL data.train_files=train.parquet \\
     data.val_files=test.parquet data.prompt_key=question data.response_key=answer

@@ -48,7 +48,7 @@ from caldera.workers.building import (
 )
 from caldera.workers.losses import policy_loss
 from caldera.workers.phases import (
-    MASKED_ANSWERS,
+    MASKED_RESPONSES,
     POLICY_LOSS,
     PROMPTS,
     REWARD_ROWS,
@@ -85,8 +85,8 @@ class ActorRolloutRefWorker(TrainedWorker, ProfiledWorker):
         make_agents: MakeAgents | None = None,
         make_tracer: MakeTracer | None = None,
     ) -> None:
-        """`make_scorer` makes what scores answers as they are sampled, `make_agents` what has
-        conversations and tool calls sampled instead of single answers, `make_tracer` what writes
+        """`make_scorer` makes what scores responses as they are sampled, `make_agents` what has
+        conversations and tool calls sampled instead of single responses, `make_tracer` what writes
         traces of them."""
         profilers = {part: getattr(config, part).profiler for part in ("actor", "ref", "rollout")}
         super().__init__(profilers)
@@ -137,7 +137,7 @@ class ActorRolloutRefWorker(TrainedWorker, ProfiledWorker):
     @register(dispatch_mode=ON_SAMPLER, needs=PROMPTS)
     @profiled("rollout")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Sample one answer a row; the row's `sample_seed` decides its random numbers.
+        """Sample one response a row; the row's `sample_seed` decides its random numbers.
 
         Of ranks that sample together the first answers.
         """
@@ -158,7 +158,7 @@ class ActorRolloutRefWorker(TrainedWorker, ProfiledWorker):
         with self._begin_scoring(prompts) as scoring, self.weight_sync:
             tracing = self._begin_tracing(prompts, scoring.on_finished)
             completions = self.rollout.generate(requests, tracing.on_finished)
-        answers = scoring.join(
+        responses = scoring.join(
             completions_to_batch(
                 prompts,
                 completions,
@@ -167,10 +167,10 @@ class ActorRolloutRefWorker(TrainedWorker, ProfiledWorker):
                 config.calculate_log_probs,
             )
         )
-        tracing.write(answers)
-        return answers
+        tracing.write(responses)
+        return responses
 
-    @register(dispatch_mode=ON_ACTOR, needs=MASKED_ANSWERS)
+    @register(dispatch_mode=ON_ACTOR, needs=MASKED_RESPONSES)
     @profiled("actor")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Adds old_log_probs and entropys, and where the config asks for it sum_pi_squared."""
@@ -181,7 +181,7 @@ class ActorRolloutRefWorker(TrainedWorker, ProfiledWorker):
         tensors = {key: outputs[name] for name, key in keys.items()}
         return DataProto.from_dict(tensors, meta_info={"metrics": mfu})
 
-    @register(dispatch_mode=ON_ACTOR, needs=MASKED_ANSWERS)
+    @register(dispatch_mode=ON_ACTOR, needs=MASKED_RESPONSES)
     @profiled("ref")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Adds ref_log_prob, and full_kl, that of the actor as it is now, if meta_info asks so."""
@@ -194,7 +194,7 @@ class ActorRolloutRefWorker(TrainedWorker, ProfiledWorker):
             tensors["full_kl"] = outputs["full_kl"]
         return DataProto.from_dict(tensors)
 
-    @register(dispatch_mode=ON_ACTOR, needs=(*MASKED_ANSWERS, *POLICY_LOSS), in_mini_batches=True)
+    @register(dispatch_mode=ON_ACTOR, needs=(*MASKED_RESPONSES, *POLICY_LOSS), in_mini_batches=True)
     @profiled("actor")
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on the batch; returns metrics alone."""
@@ -243,13 +243,13 @@ class ActorRolloutRefWorker(TrainedWorker, ProfiledWorker):
         pad = prompts.meta_info["pad_token_id"]
         with self._begin_scoring(prompts) as scoring, self.weight_sync:
             tracing = self._begin_tracing(prompts, scoring.on_finished)
-            answers = self._agents(rows, seeds, self.rollout, params, pad, tracing.on_finished)
-        answers = scoring.join(answers)
-        tracing.write(answers)
-        return answers
+            responses = self._agents(rows, seeds, self.rollout, params, pad, tracing.on_finished)
+        responses = scoring.join(responses)
+        tracing.write(responses)
+        return responses
 
     def _begin_scoring(self, prompts: DataProto) -> RolloutScoring:
-        """What is told of each answer as it ends: the scorer, if the controller sends it rows."""
+        """What is told of each response as it ends: the scorer, if the controller sends it rows."""
         if self._make_scorer is None or REWARD_ROWS not in prompts.non_tensor_batch:
             return NoScoring()
         if self._scorer is None:
@@ -315,11 +315,13 @@ class ActorRolloutRefWorker(TrainedWorker, ProfiledWorker):
             megatron=megatron_of(ref.strategy, ref.megatron),
         )
         engine = build_engine(ref.strategy, self._policy(memory), self.device, options)
-        if engine.shared_tokens != self.actor.shared_tokens or engine.sharers != self.actor.sharers:
+        own = (engine.sequence_parallel_size, engine.model_parallel_size)
+        actors = (self.actor.sequence_parallel_size, self.actor.model_parallel_size)
+        if own != actors:
             raise ConfigError(
                 f"actor_rollout_ref.ref.strategy={ref.strategy}: the reference shares tokens over "
-                f"{engine.shared_tokens} of {engine.sharers} ranks with the same rows, the actor "
-                f"over {self.actor.shared_tokens} of {self.actor.sharers}: both must do alike"
+                f"{own[0]} of {own[1]} ranks with the same rows, the actor "
+                f"over {actors[0]} of {actors[1]}: both must do alike"
             )
         engine.offload()
         return engine

@@ -89,8 +89,8 @@ def compiles(device: torch.device, *switches: bool) -> bool:
 
 
 def register_mesh(worker: Worker, name: str, engine: Engine) -> None:
-    """Say which rows of a batch this rank gets for its engine, and if its answer is collected."""
-    worker._register_dispatch_collect_info(name, engine.dp_rank, engine.is_spokesman)
+    """Say which rows of a batch this rank gets for its engine, and if its result is collected."""
+    worker._register_dispatch_collect_info(name, engine.dp_rank, engine.is_dp_leader)
 
 
 def register_sampling_mesh(worker: Worker, name: str, rollout: RolloutConfig) -> None:
@@ -153,7 +153,7 @@ def save_role(
     To be called by every rank; `engine.wait_for_save` tells when all have written their part.
     """
     adapter = engine.adapter_weights()
-    if engine.dp_rank == 0 and engine.is_spokesman:
+    if engine.dp_rank == 0 and engine.is_dp_leader:
         _save_descriptions(engine.module, folder, model, adapter)
     engine.save(folder, checkpoint.save_contents)
 

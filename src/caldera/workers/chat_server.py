@@ -1,7 +1,7 @@
 """The run's own judge: a language model that sleeps while it is not needed, behind HTTP.
 
-It answers as judges elsewhere do, in the protocol of OpenAI (`serving/server.py`). At temperature 0
-answers are the most likely ones; else the request's `seed` decides, or, if it has none, its prompt.
+It speaks the protocol of OpenAI, as a remote judge does (`serving/server.py`). At temperature 0
+responses are the most likely ones; else the request's `seed` decides, or, without one, its prompt.
 """
 
 from __future__ import annotations

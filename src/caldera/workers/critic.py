@@ -26,7 +26,7 @@ from caldera.workers.building import (
     register_mesh,
 )
 from caldera.workers.losses import value_loss
-from caldera.workers.phases import MASKED_ANSWERS, VALUE_LOSS, on_device, train_epochs
+from caldera.workers.phases import MASKED_RESPONSES, VALUE_LOSS, on_device, train_epochs
 from caldera.workers.profiling import ProfiledWorker, profiled
 
 ON_CRITIC = make_nd_compute_dataproto_dispatch_fn("critic")
@@ -63,7 +63,7 @@ class CriticWorker(TrainedWorker, ProfiledWorker):
         register_mesh(self, "critic", self.engine)
         self.engine.offload()
 
-    @register(dispatch_mode=ON_CRITIC, needs=MASKED_ANSWERS)
+    @register(dispatch_mode=ON_CRITIC, needs=MASKED_RESPONSES)
     @profiled("critic")
     def compute_values(self, data: DataProto) -> DataProto:
         """Adds values."""
@@ -78,7 +78,7 @@ class CriticWorker(TrainedWorker, ProfiledWorker):
             values = self.engine.infer(data, plan)["values"]
         return DataProto.from_dict({"values": values})
 
-    @register(dispatch_mode=ON_CRITIC, needs=(*MASKED_ANSWERS, *VALUE_LOSS), in_mini_batches=True)
+    @register(dispatch_mode=ON_CRITIC, needs=(*MASKED_RESPONSES, *VALUE_LOSS), in_mini_batches=True)
     @profiled("critic")
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on the batch; returns metrics alone."""

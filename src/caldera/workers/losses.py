@@ -49,7 +49,7 @@ def policy_loss(config: ActorConfig, on_policy: bool) -> LossFn:
         if "entropy" in outputs:
             terms["actor/entropy_loss"] = (outputs["entropy"], -config.entropy_coeff)
         if config.use_kl_loss:
-            terms["actor/kl_loss"] = (_distance(config, outputs, tensors), config.kl_loss_coef)
+            terms["actor/kl_loss"] = (_kl_loss(config, outputs, tensors), config.kl_loss_coef)
         for name, (values, coefficient) in terms.items():
             term = scale.aggregate(values, mask, config.loss_agg_mode, config.loss_scale_factor)
             metrics[name] = term.detach()
@@ -59,7 +59,7 @@ def policy_loss(config: ActorConfig, on_policy: bool) -> LossFn:
     return loss_fn
 
 
-def _distance(config: ActorConfig, outputs: Outputs, tensors: TensorDict) -> Tensor:
+def _kl_loss(config: ActorConfig, outputs: Outputs, tensors: TensorDict) -> Tensor:
     """The KL to the reference at each token, (B, R)."""
     if config.kl_loss_type == "full":
         return outputs["full_kl"]

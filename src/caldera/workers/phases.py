@@ -50,10 +50,10 @@ def mfu_timer(
     seconds = time.perf_counter() - start
     tensors = tensors_of(data)
     lengths = tensors["attention_mask"].sum(1).tolist()
-    answers = int(tensors["response_mask"].sum())
-    needed = engine.arithmetic.flops(lengths, answers, epochs > 0)
+    responses = int(tensors["response_mask"].sum())
+    needed = engine.arithmetic.flops(lengths, responses, epochs > 0)
     if needed is not None:
-        work = needed * max(epochs, 1) / engine.sharers
+        work = needed * max(epochs, 1) / engine.model_parallel_size
         metrics[f"perf/mfu/{role}"] = work / seconds / promised
 
 
@@ -152,10 +152,10 @@ def memory_metrics() -> dict[str, float]:
 # Those that a run does not have, such as the reference's log-probs, may be missing.
 
 REWARD_ROWS = "reward_rows"
-"""Column of what is known of each row: for agent loops, and for scoring answers as they end."""
+"""Column of what is known of each row: for agent loops, and for scoring responses as they end."""
 PROMPTS = ("input_ids", "attention_mask", "raw_prompt_ids", "sample_seed", REWARD_ROWS)
-ANSWERS = ("input_ids", "attention_mask", "responses")
-CONVERSATIONS = (*ANSWERS, "raw_prompt")
-MASKED_ANSWERS = (*ANSWERS, "response_mask")
+RESPONSES = ("input_ids", "attention_mask", "responses")
+CONVERSATIONS = (*RESPONSES, "raw_prompt")
+MASKED_RESPONSES = (*RESPONSES, "response_mask")
 POLICY_LOSS = ("old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights")
 VALUE_LOSS = ("values", "returns")

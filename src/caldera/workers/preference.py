@@ -1,6 +1,6 @@
-"""Training on pairs of answers: reward models, and direct preference optimisation.
+"""Training on pairs of responses: reward models, and direct preference optimisation.
 
-Rows 2i and 2i + 1 of a batch are the chosen and the rejected answer of pair i.
+Rows 2i and 2i + 1 of a batch are the chosen and the rejected response of pair i.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _tokens_and_mask(item: dict[str, Any], name: str) -> tuple[list[int], list[i
 
 
 def scoring_loss(config: SFTTrainerConfig) -> LossFn:
-    """Bradley-Terry of the scores at the answers' last tokens."""
+    """Bradley-Terry of the scores at the responses' last tokens."""
 
     def loss_fn(outputs: Outputs, rows: DataProto, scale: LossScale) -> LossAndMetrics:
         scores = outputs["scores"].sum(1)  # (B,), which are 0 but at one token
@@ -62,7 +62,7 @@ def scoring_loss(config: SFTTrainerConfig) -> LossFn:
 
 
 def direct_loss(config: SFTTrainerConfig) -> LossFn:
-    """DPO of the log-probabilities of whole answers."""
+    """DPO of the log-probabilities of whole responses."""
     dpo = cast(DPOTrainerConfig, config).dpo
 
     def loss_fn(outputs: Outputs, rows: DataProto, scale: LossScale) -> LossAndMetrics:
@@ -89,7 +89,7 @@ def scoring_model(config: SFTTrainerConfig, dtype: torch.dtype, seed: int, empty
 
 
 def _both(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the chosen and of the rejected answers, (B / 2,) each."""
+    """Of the chosen and of the rejected responses, (B / 2,) each."""
     return values[::PAIR], values[1::PAIR]
 
 
@@ -108,7 +108,7 @@ REWARD_MODEL = Objective(
     loss=scoring_loss,
     rows_together=PAIR,
 )
-"""A reward model: chosen answers get higher scores than rejected ones."""
+"""A reward model: chosen responses get higher scores than rejected ones."""
 
 DIRECT = Objective(
     name="dpo",
@@ -120,4 +120,4 @@ DIRECT = Objective(
     rows_together=PAIR,
     needs_reference=uses_reference,
 )
-"""Direct preference optimisation: chosen answers become likelier than rejected ones."""
+"""Direct preference optimisation: chosen responses become likelier than rejected ones."""

@@ -1,4 +1,4 @@
-"""The reward model's worker: a classifier that scores whole answers, or a judge that writes."""
+"""The reward model's worker: a classifier that scores whole responses, or a judge that writes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from caldera.workers.phases import CONVERSATIONS, on_device
 from caldera.workers.profiling import ProfiledWorker, profiled
 from caldera.workers.reward_server import RewardServer, ServedModel
 
-# ---- What a reward model reads of each answer: the actor's own tokens, or a conversation anew
+# ---- What a reward model reads of each response: the actor's own tokens, or a conversation anew
 
 TokenLists = list[list[int]]
 
@@ -69,10 +69,10 @@ class RewardInputs:
             rows = zip(tensors["input_ids"], tensors["attention_mask"].bool(), strict=True)
             return [ids[mask][: self._max_length].tolist() for ids, mask in rows]
         actors, own = self._tokenizers
-        messages, answers = _prompts(data, actors), _answers(data, actors)
+        messages, responses = _prompts(data, actors), _responses(data, actors)
         return [
-            conversation_tokens(own, asked, answer, self._max_length)
-            for asked, answer in zip(messages, answers, strict=True)
+            conversation_tokens(own, asked, response, self._max_length)
+            for asked, response in zip(messages, responses, strict=True)
         ]
 
 
@@ -87,9 +87,9 @@ def score_tokens(engine: Engine, tokens: TokenLists, plan: ForwardPlan) -> Tenso
 
 
 def at_last_tokens(scores: Tensor, data: DataProto) -> Tensor:
-    """Each answer's score (B,) at its last token, 0 elsewhere: (B, R).
+    """Each response's score (B,) at its last token, 0 elsewhere: (B, R).
 
-    An answer without tokens has no last one, and a score of 0.
+    A response without tokens has no last one, and a score of 0.
     """
     tensors = tensors_of(data)
     width = tensors["responses"].shape[1]
@@ -133,7 +133,7 @@ def _prompts(data: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[list[M
     return [[{"role": "user", "content": text}] for text in texts]
 
 
-def _answers(data: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _responses(data: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     tensors = tensors_of(data)
     responses = tensors["responses"]  # (B, R)
     mask = tensors["attention_mask"][:, -responses.shape[1] :].bool()
@@ -204,9 +204,9 @@ class RewardModelWorker(ProfiledWorker):
     @register(dispatch_mode=ON_REWARD, needs=CONVERSATIONS)
     @profiled("reward_model")
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """Adds rm_scores (B, R): each answer's score at its last token, 0 elsewhere.
+        """Adds rm_scores (B, R): each response's score at its last token, 0 elsewhere.
 
-        An answer without tokens has no last one, and a score of 0.
+        A response without tokens has no last one, and a score of 0.
         """
         config = self.config
         plan = ForwardPlan(

@@ -38,7 +38,7 @@ class Router:
     """Passes every request on, as it is, to a server that is up.
 
     A server that cannot be reached or answers with a status from 500 rests for some seconds, and
-    the request goes to another one. The answer of the last that failed is passed back.
+    the request goes to another one. The response of the last that failed is passed back.
     """
 
     def __init__(self, host: str, servers: Sequence[str] = ()) -> None:

@@ -75,7 +75,7 @@ class SamplerWorker(Worker):
 
     @register(dispatch_mode=ON_SAMPLER, needs=(PROMPT_IDS, SEEDS))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Sample as many answers a row as it has seeds; returns their tokens, without padding.
+        """Sample as many responses a row as it has seeds; returns their tokens, without padding.
 
         Of ranks that share an engine the first answers.
         """
@@ -86,14 +86,14 @@ class SamplerWorker(Worker):
         samples = prompts.sample_level_repeat(counts)
         requests = requests_from_batch(samples, self.config, self._stop_tokens, seeds)
         completions = iter(self._sample(requests, counts))
-        answers = [[next(completions).token_ids for _ in range(count)] for count in counts]
-        return DataProto(non_tensor_batch={RESPONSE_IDS: object_array(answers)})
+        responses = [[next(completions).token_ids for _ in range(count)] for count in counts]
+        return DataProto(non_tensor_batch={RESPONSE_IDS: object_array(responses)})
 
     def _sample(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Completion]:
         if isinstance(self.rollout, StepwiseRollout):
             return self.rollout.generate(requests)
-        # Others may draw a batch from one stream, as `hf` does: a prompt's answers would depend on
-        # what else is in the batch. So each prompt is a batch of its own.
+        # Others may draw a batch from one stream, as `hf` does: responses would depend on what else
+        # is in the batch. So each prompt is a separate batch.
         groups = _groups(requests, counts)
         return [completion for group in groups for completion in self.rollout.generate(group)]
 

@@ -1,4 +1,4 @@
-"""What scores answers while others are sampled, as the sampler's worker sees it."""
+"""What scores responses while others are sampled, as the sampler's worker sees it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["MakeScorer", "NoScoring", "RolloutScoring", "Scorer"]
 
 
 class RolloutScoring(Protocol):
-    """The scoring of one batch, whose answers are sampled inside of its `with`."""
+    """The scoring of one batch, whose responses are sampled inside of its `with`."""
 
     def __enter__(self) -> Self: ...
 
@@ -20,10 +20,10 @@ class RolloutScoring(Protocol):
 
     @property
     def on_finished(self) -> OnFinished | None:
-        """Told of each answer as it ends."""
+        """Told of each response as it ends."""
 
-    def join(self, answers: DataProto) -> DataProto:
-        """The answers, with what is known of their rewards."""
+    def join(self, responses: DataProto) -> DataProto:
+        """The responses, with what is known of their rewards."""
         ...
 
 
@@ -34,7 +34,7 @@ MakeScorer = Callable[[], Scorer]
 
 
 class NoScoring:
-    """Answers are scored elsewhere."""
+    """Responses are scored elsewhere."""
 
     on_finished = None
 
@@ -42,7 +42,7 @@ class NoScoring:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing waits for answers."""
+        """Nothing waits for responses."""
 
-    def join(self, answers: DataProto) -> DataProto:
-        return answers
+    def join(self, responses: DataProto) -> DataProto:
+        return responses

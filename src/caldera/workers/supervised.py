@@ -106,7 +106,7 @@ FINE_TUNING = Objective(
     outputs=("log_probs",),
     loss=likelihood_loss,
 )
-"""Supervised fine-tuning: the answers of the data become likely."""
+"""Supervised fine-tuning: the responses of the data become likely."""
 
 
 MESH = "supervised"

@@ -1,4 +1,4 @@
-"""What writes traces of sampled answers, as the sampler's worker sees it."""
+"""What writes traces of sampled responses, as the sampler's worker sees it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class RolloutTracing(Protocol):
 
     @property
     def on_finished(self) -> OnFinished | None:
-        """Told of each answer as it ends."""
+        """Told of each response as it ends."""
 
-    def write(self, answers: DataProto) -> None:
+    def write(self, responses: DataProto) -> None:
         """Hand the traces over; others write them while the run goes on."""
         ...
 
@@ -27,7 +27,7 @@ class Tracer(Protocol):
     """Traces the batches of a process."""
 
     def begin(self, prompts: DataProto, on_finished: OnFinished | None) -> RolloutTracing:
-        """The tracing of a batch; `on_finished` is who else wants to know of each answer."""
+        """The tracing of a batch; `on_finished` is who else wants to know of each response."""
         ...
 
     def finish(self) -> None:
@@ -45,5 +45,5 @@ class NoTracing:
     def __init__(self, on_finished: OnFinished | None) -> None:
         self.on_finished = on_finished
 
-    def write(self, answers: DataProto) -> None:
+    def write(self, responses: DataProto) -> None:
         """There is nothing to write."""

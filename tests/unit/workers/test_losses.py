@@ -50,7 +50,7 @@ def test_on_policy_the_ratio_is_one_and_has_a_gradient() -> None:
     torch.testing.assert_close(log_probs.grad, torch.tensor([[-1.0, -2.0], [3.0, 0.0]]) / 3)
 
 
-def test_entropy_and_distance() -> None:
+def test_entropy_and_kl() -> None:
     config = actor(entropy_coeff=0.5, use_kl_loss=True, kl_loss_coef=2.0, kl_loss_type="kl")
     outputs = {
         "log_probs": torch.tensor([[-1.0, -1.0], [-1.0, 9.0]]),

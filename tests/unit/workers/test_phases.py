@@ -48,7 +48,9 @@ def test_models_are_on_the_device_meanwhile() -> None:
 
 
 def engine_of(model: PreTrainedModel) -> Any:
-    return SimpleNamespace(device=torch.device("cpu"), arithmetic=Arithmetic.of(model), sharers=1)
+    return SimpleNamespace(
+        device=torch.device("cpu"), arithmetic=Arithmetic.of(model), model_parallel_size=1
+    )
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from rich.table import Table
 from caldera.commands.planning.memory import Pass
 from caldera.commands.planning.plan import CONTEXT, FRAGMENTS, GIB, Plan
 from caldera.config import PPOTrainerConfig
-from caldera.config.strategies import row_sharers, token_sharers
+from caldera.config.strategies import model_parallel_size, sequence_parallel_size
 from caldera.tracking.progress import print_line, print_table
 
 # ---- How one step cuts its batch: prompts, samples, mini-batches, micro-batches, optimiser steps
@@ -29,7 +29,7 @@ class Cut:
     length: int
     """Tokens of a sample, prompt and answer."""
     answer: int
-    sharers: int
+    sequence_parallel: int
     """Ranks that share the tokens of a micro-batch."""
 
     @property
@@ -40,7 +40,7 @@ class Cut:
     def largest(self) -> Pass:
         """The largest micro-batch, as a rank sees it."""
         tokens, answers = self.together * self.length, self.together * self.answer
-        share = self.sharers
+        share = self.sequence_parallel
         return Pass(-(-tokens // share), -(-answers // share), self.micro_batches > 1)
 
 
@@ -81,7 +81,7 @@ def step_batches(config: PPOTrainerConfig) -> StepBatches:
     parts, prompts = config.actor_rollout_ref, config.data.train_batch_size
     actor, rollout = parts.actor, parts.rollout
     ranks = (config.trainer.n_gpus_per_node or 1) * config.trainer.nnodes
-    copies = max(1, ranks // row_sharers(actor))
+    copies = max(1, ranks // model_parallel_size(actor))
     rows = prompts * rollout.n // copies
     mini_batch = actor.ppo_mini_batch_size * rollout.n // copies
     return StepBatches(
@@ -129,12 +129,12 @@ def forward_cut(config: PPOTrainerConfig, node: Any, rows: int, size: int | None
 def _cut(
     config: PPOTrainerConfig, node: Any, rows: int, by_tokens: bool, size: int | None, tokens: int
 ) -> Cut:
-    rollout, sharers = config.actor_rollout_ref.rollout, token_sharers(node)
+    rollout, sequence_parallel = config.actor_rollout_ref.rollout, sequence_parallel_size(node)
     length = rollout.prompt_length + rollout.response_length
-    most = tokens * sharers // length if by_tokens else size
+    most = tokens * sequence_parallel // length if by_tokens else size
     assert most, "the config's check has seen that a sample has room"
     together = max(1, min(rows, most))
-    return Cut(rows, together, by_tokens, length, rollout.response_length, sharers)
+    return Cut(rows, together, by_tokens, length, rollout.response_length, sequence_parallel)
 
 
 PARTS = (
@@ -157,10 +157,10 @@ def show(plan: Plan, device: str) -> None:
 
 
 def _show_batches(plan: Plan) -> None:
-    step, sharers = plan.batches, plan.sampler.ranks
+    step, together = plan.batches, plan.sampler.ranks
     samplers = _count(step.ranks, "rank")
-    if sharers > 1:
-        samplers = f"{_count(step.ranks // sharers, 'group')} of {sharers} ranks"
+    if together > 1:
+        samplers = f"{_count(step.ranks // together, 'group')} of {together} ranks"
     print_line("One step")
     print_line(
         f"  {step.prompts:,} prompts x {step.n} answers = {step.samples:,} samples; "

@@ -71,8 +71,9 @@ class MegatronEngine(Engine):
                 for number in range(places.virtual_stages)
             ]
         self.dp_rank, self.dp_size = places.dp_rank, places.dp_size
-        self.is_spokesman, self.sharers = places.is_spokesman, places.sharers
-        self.shared_tokens = places.sequence.size
+        self.is_dp_leader = places.is_dp_leader
+        self.model_parallel_size = places.model_parallel_size
+        self.sequence_parallel_size = places.sequence.size
         self.weights = Weights(find_pieces(self._stages, model, places), model, places)
         self.weights.fill(source)
         self.optimizer: Optimizer | None = None
@@ -177,7 +178,7 @@ class MegatronEngine(Engine):
         counts = torch.stack([torch.as_tensor(count) for count in own])
         dist.all_reduce(counts)  # on the host: rows are still there
         # Ranks that have the same rows have counted them too.
-        counts //= self.sharers
+        counts //= self.model_parallel_size
         tokens, rows = counts.to(self.device, non_blocking=True)
         return replace(scale, batch_num_tokens=tokens, global_batch_size=rows)
 

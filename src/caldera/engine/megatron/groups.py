@@ -42,13 +42,13 @@ class Places:
     virtual_stages: int
 
     @property
-    def is_spokesman(self) -> bool:
+    def is_dp_leader(self) -> bool:
         """The last stage has the outputs first."""
         is_last = self.pp_rank == self.pp_size - 1
         return is_last and self.tp_rank == 0 and self.sequence.rank == 0
 
     @property
-    def sharers(self) -> int:
+    def model_parallel_size(self) -> int:
         return self.tp_size * self.pp_size * self.sequence.size
 
 

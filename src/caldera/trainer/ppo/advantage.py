@@ -7,13 +7,13 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from caldera import core_algos
 from caldera.config import AlgorithmConfig, PPOTrainerConfig
 from caldera.core_algos import (
     ADV_ESTIMATORS,
     POLICY_LOSSES,
     AdvantageInputs,
     KLController,
-    apply_kl_penalty,
     compute_offpolicy_metrics,
     compute_pf_ppo_indices,
     compute_rollout_correction_and_rejection_mask,
@@ -51,13 +51,13 @@ def rewarded_part(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataPro
         return batch, rows
     if algorithm.adv_estimator == "grpo_passk":  # there is no lead over nobody
         uids = batch.non_tensor_batch["uid"]
-        answers = Counter(uids[rows.numpy()])
-        rows &= torch.tensor([answers[uid] > 1 for uid in uids])
+        responses = Counter(uids[rows.numpy()])
+        rows &= torch.tensor([responses[uid] > 1 for uid in uids])
     return batch.select_idxs(rows), rows
 
 
-def put_back(part: DataProto, rows: Tensor, batch: DataProto) -> None:
-    """Adds what was computed for these rows of the batch to the whole of it.
+def scatter_rows(part: DataProto, rows: Tensor, batch: DataProto) -> None:
+    """Scatter what was computed for these rows to the whole batch.
 
     Other rows get zeros, and lose their response_mask, so that they are in no loss. They stay in
     the batch, so that mini-batches have the same members whatever fails.
@@ -74,15 +74,15 @@ def put_back(part: DataProto, rows: Tensor, batch: DataProto) -> None:
         tensors[key] = whole
 
 
-def penalise_distance(
+def apply_kl_penalty(
     batch: DataProto, algorithm: AlgorithmConfig, controller: KLController
 ) -> Metrics:
-    """Adds token_level_rewards: the scores, less a penalty for the distance to the reference."""
+    """Adds token_level_rewards: the scores, less a penalty for the KL to the reference."""
     tensors = tensors_of(batch)
     tensors["token_level_rewards"] = tensors["token_level_scores"]
     if not algorithm.use_kl_in_reward:
         return {}
-    tensors["token_level_rewards"], metrics = apply_kl_penalty(
+    tensors["token_level_rewards"], metrics = core_algos.apply_kl_penalty(
         tensors["token_level_scores"],
         tensors["old_log_probs"],
         tensors["ref_log_prob"],
@@ -141,8 +141,8 @@ def compute_advantage(batch: DataProto, algorithm: AlgorithmConfig) -> None:
     tensors["advantages"], tensors["returns"] = advantages, returns
 
 
-def redraw(batch: DataProto, algorithm: AlgorithmConfig, step: int) -> DataProto:
-    """PF-PPO: the batch with its rows drawn anew by their scores, those that have a reward."""
+def resample(batch: DataProto, algorithm: AlgorithmConfig, step: int) -> DataProto:
+    """PF-PPO: the batch with the rows that have a reward resampled by their scores."""
     rows = rows_with_reward(batch).nonzero().squeeze(-1)
     if not algorithm.use_pf_ppo or not len(rows):
         return batch

@@ -184,7 +184,7 @@ def _check_template(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase
 Metrics = dict[str, float]
 SECONDS = ("generate_sequences", "tool_calls", "compute_score")
 DUMPED = ("__num_turns__", "turn_scores", "tool_rewards", "tool_calls", "timeline")
-"""Columns of agents that are written beside the answers."""
+"""Columns of agents that are written beside the responses."""
 
 
 def facts_in(batch: DataProto) -> list[TrajectoryFacts]:
@@ -193,24 +193,24 @@ def facts_in(batch: DataProto) -> list[TrajectoryFacts]:
     return [] if column is None else list(column)
 
 
-def with_agent_columns(answers: DataProto) -> DataProto:
-    """The answers, with a column of each thing that agent loops tell of their trajectories.
+def with_agent_columns(responses: DataProto) -> DataProto:
+    """The responses, with a column of each thing that agent loops tell of their trajectories.
 
     Loops differ in what they tell: a row has None where its loop tells nothing.
     """
-    facts = facts_in(answers)
+    facts = facts_in(responses)
     if not facts:
-        return answers
+        return responses
     told = [
         {**fact.columns(), "tool_calls": fact.tool_calls, "timeline": fact.timeline}
         for fact in facts
     ]
     names = dict.fromkeys(name for row in told for name in row)
     for name in names:
-        answers.non_tensor_batch[name] = object_array([row.get(name) for row in told])
-    turns = answers.non_tensor_batch["__num_turns__"]
-    answers.non_tensor_batch["__num_turns__"] = turns.astype(np.int32)
-    return answers
+        responses.non_tensor_batch[name] = object_array([row.get(name) for row in told])
+    turns = responses.non_tensor_batch["__num_turns__"]
+    responses.non_tensor_batch["__num_turns__"] = turns.astype(np.int32)
+    return responses
 
 
 def agent_metrics(batch: DataProto) -> Metrics:

@@ -102,7 +102,7 @@ def check_columns(
     val_set: Any,
     agents_may_score: bool,
 ) -> None:
-    """The files have what would else be missed with the first answers: the columns that rewards
+    """The files have what would else be missed with the first responses: the columns that rewards
     need, data sources that a scorer serves, and prompts that fit.
 
     A manager or a data set of the user's own may do without, and so may rows that an agent loop

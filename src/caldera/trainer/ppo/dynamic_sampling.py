@@ -1,4 +1,4 @@
-"""Dynamic sampling: prompts whose answers are all alike teach nothing and are replaced (DAPO)."""
+"""Dynamic sampling: prompts whose responses are all alike teach nothing and are replaced (DAPO)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Rows = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 class GroupFilter:
-    """Collects scored batches until there are enough prompts whose answers differ.
+    """Collects scored batches until there are enough prompts whose responses differ.
 
     Without `algorithm.filter_groups` the first batch is enough, and is handed back as it is.
     """
@@ -69,7 +69,7 @@ class GroupFilter:
             raise DataError(
                 f"algorithm.filter_groups.max_num_gen_batches={most} batches were sampled, and "
                 f"only {self._prompts_kept} of the {self._wanted} prompts that a step needs have "
-                f"answers that differ in {self._settings.metric!r}: the prompts may be too hard "
+                f"responses that differ in {self._settings.metric!r}: the prompts may be too hard "
                 "or too easy, or data.gen_batch_size too small"
             )
         if not self.enough:

@@ -51,11 +51,11 @@ def stamp_rows(
     return prompts, batch
 
 
-def check_loops(rows: DataProto, answers: DataProto) -> DataProto:
-    """The answers, unless they are single turns and rows ask for agent loops, as those of a data
+def check_loops(rows: DataProto, responses: DataProto) -> DataProto:
+    """The responses, unless they are single turns and rows ask for agent loops, as those of a data
     set may that cannot tell of its columns before the run."""
-    if COLUMN in answers.non_tensor_batch:
-        return answers
+    if COLUMN in responses.non_tensor_batch:
+        return responses
     asked = {str(name) for name in rows.non_tensor_batch.get("agent_name", ()) if name}
     if others := sorted(asked - {SINGLE_TURN}):
         raise ConfigError(
@@ -63,4 +63,4 @@ def check_loops(rows: DataProto, answers: DataProto) -> DataProto:
             "no column_values(name), which would tell of them. Define it, or set "
             "actor_rollout_ref.rollout.multi_turn.enable=True"
         )
-    return answers
+    return responses

@@ -37,7 +37,7 @@ Extras = dict[str, list[Any]]
 
 
 class FirstScores:
-    """Ends a run none of whose answers can be scored, at the first that there are.
+    """Ends a run none of whose responses can be scored, at the first that there are.
 
     Once a sample has been scored, failures are data, even if they are all of a batch.
     """
@@ -47,19 +47,19 @@ class FirstScores:
         self._are_first = True
 
     def check(self, extras: Mapping[str, Sequence[Any]]) -> None:
-        """Raise RewardError if these are the first answers and none has a score."""
+        """Raise RewardError if these are the first responses and none has a score."""
         states = extras.get("reward_state", [])
         if self._are_first and len(states) and not {None, VALUE} & set(states):
             function = self._function
             of = f"\n  score function: {function.name} of {function.path}" if function.path else ""
             raise RewardError(
-                f"none of the first {len(states)} answers could be scored, so that the run would "
+                f"none of the first {len(states)} responses could be scored, so that the run would "
                 f"learn nothing. The first: {extras['reward_error'][0]}{of}"
             )
         self._are_first = False
 
 
-def score_answers(
+def score_responses(
     batch: DataProto, reward_fn: RewardManager, config: PPOTrainerConfig
 ) -> tuple[Tensor, Extras]:
     """The reward of every token (B, R), and what else the scorers said of each sample.
@@ -177,12 +177,12 @@ def component_metrics(batch: DataProto, config: PPOTrainerConfig) -> Metrics:
     return metrics
 
 
-def waited_for_rewards(answers: DataProto, timing: dict[str, float]) -> None:
+def waited_for_rewards(responses: DataProto, timing: dict[str, float]) -> None:
     """Count what scoring took beyond the slowest rank's sampling as time of scoring.
 
     A rank that waits for its scores while another still samples costs nothing.
     """
-    metrics = answers.meta_info.pop("metrics", {})
+    metrics = responses.meta_info.pop("metrics", {})
     if "reward_wait" not in metrics:
         return
     sampled = np.atleast_1d(metrics["reward_sampling"])  # (ranks,)

@@ -155,7 +155,7 @@ class TaskRunner:
         check_columns(
             config, reward_fn, train_set, val_set, agents_may_score(config, (train_set, val_set))
         )
-        # Whatever samples answers, for training or validation, scores them alike.
+        # Whatever samples responses, for training or validation, scores them alike.
         streamed = streams(config, reward_fn)
         make_scorer = partial(StreamingScorer, servers.config, tokenizer) if streamed else None
         return trainer_class(

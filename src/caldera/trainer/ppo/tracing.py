@@ -97,20 +97,20 @@ class BatchTracing:
         self._ended: dict[int, tuple[float, Completion]] = {}
 
     def on_finished(self, place: int, completion: Completion) -> None:
-        """Note when an answer ended."""
+        """Note when a response ended."""
         if place < self._count:
             self._ended[place] = time.time() - self._begun, completion
         if self._next is not None:
             self._next(place, completion)
 
-    def write(self, answers: DataProto) -> None:
+    def write(self, responses: DataProto) -> None:
         """Hand the traces to the thread that writes them."""
-        facts = answers.non_tensor_batch.get(COLUMN)
-        outcomes = answers.non_tensor_batch.get(OUTCOMES)
+        facts = responses.non_tensor_batch.get(COLUMN)
+        outcomes = responses.non_tensor_batch.get(OUTCOMES)
         traces = []
         for row in range(self._count):
             if facts is None:
-                spans, rewards = [self._answer_span(row)], {}
+                spans, rewards = [self._response_span(row)], {}
             else:
                 spans, rewards = self._agent_spans(facts[row]), _own_rewards(facts[row])
             if outcomes is not None and outcomes[row] is not None and "reward" not in rewards:
@@ -133,7 +133,7 @@ class BatchTracing:
         name = str(columns.get("agent_name") or "trajectory")
         return Trace(name, self._step, start, end - start, inputs, outputs, facts, spans)
 
-    def _answer_span(self, row: int) -> Span:
+    def _response_span(self, row: int) -> Span:
         """The one generation of a row that no agent loop runs."""
         seconds, sampled = self._ended[row]
         tensors = self._prompts.batch

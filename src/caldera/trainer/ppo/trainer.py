@@ -31,12 +31,12 @@ from caldera.trainer.groups import MakeGroups
 from caldera.trainer.loop import TRAINERS, TrainingLoop
 from caldera.trainer.metrics import Metrics, marked_timer, rank_metrics
 from caldera.trainer.ppo.advantage import (
+    apply_kl_penalty,
     compute_advantage,
     correct_rollout,
-    penalise_distance,
-    put_back,
-    redraw,
+    resample,
     rewarded_part,
+    scatter_rows,
     variance_metrics,
 )
 from caldera.trainer.ppo.agents import agent_metrics, with_agent_columns
@@ -52,11 +52,11 @@ from caldera.trainer.ppo.rewards import (
     RewardServers,
     component_metrics,
     record_scores,
-    score_answers,
+    score_responses,
     takes_part,
     waited_for_rewards,
 )
-from caldera.trainer.ppo.validation import Validator, check_formats, dump_answers
+from caldera.trainer.ppo.validation import Validator, check_formats, dump_responses
 from caldera.trainer.ppo.warning_signs import WarningSigns
 from caldera.trainer.profiling import StepProfiler
 from caldera.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
@@ -231,7 +231,7 @@ class PPOTrainer(TrainingLoop):
         return batch, metrics, timing
 
     def rollout(self, rows: Batch, attempt: int, timing: dict[str, float]) -> DataProto:
-        """Sample n answers a prompt.
+        """Sample n responses a prompt.
 
         Adds uid, prompts, responses, input_ids, attention_mask, position_ids, response_mask and
         rollout_log_probs; for ReMax also reward_baselines.
@@ -243,12 +243,12 @@ class PPOTrainer(TrainingLoop):
             rows, rollout.n, rollout.seed, place, self._meta, self.sends_rows
         )
         with marked_timer("gen", timing):
-            answers = self.policy.generate_sequences(prompts)
-        waited_for_rewards(check_loops(batch, answers), timing)
+            responses = self.policy.generate_sequences(prompts)
+        waited_for_rewards(check_loops(batch, responses), timing)
         if self.config.algorithm.adv_estimator == "remax":
             with marked_timer("gen_max", timing):
-                tensors_of(answers)["reward_baselines"] = self._greedy_rewards(prompts, batch)
-        return batch.union(with_agent_columns(answers))
+                tensors_of(responses)["reward_baselines"] = self._greedy_rewards(prompts, batch)
+        return batch.union(with_agent_columns(responses))
 
     def score(self, batch: DataProto, timing: dict[str, float]) -> None:
         """Adds token_level_scores, has_reward, and what else the scorer said of each sample."""
@@ -285,11 +285,11 @@ class PPOTrainer(TrainingLoop):
         with marked_timer("adv", timing):
             part, rows = rewarded_part(batch, algorithm)
             if len(part):
-                metrics |= penalise_distance(part, algorithm, self.kl_controller)
+                metrics |= apply_kl_penalty(part, algorithm, self.kl_controller)
                 metrics |= correct_rollout(part, algorithm)
                 compute_advantage(part, algorithm)
-            put_back(part, rows, batch)
-            return redraw(batch, algorithm, self.global_steps)
+            scatter_rows(part, rows, batch)
+            return resample(batch, algorithm, self.global_steps)
 
     def update(self, batch: DataProto, metrics: Metrics, timing: dict[str, float]) -> None:
         """Train the critic, and after its warm-up the actor; the sampler gets the new weights."""
@@ -308,21 +308,21 @@ class PPOTrainer(TrainingLoop):
     # ------------------------------------------------------------------ around a step
 
     def _greedy_rewards(self, prompts: DataProto, batch: DataProto) -> torch.Tensor:
-        """The reward of the most likely answer to each row's prompt, (B,); NaN if it has none."""
+        """The reward of the most likely response to each row's prompt, (B,); NaN if it has none."""
         n = self.config.actor_rollout_ref.rollout.n
         firsts = prompts[::n]
         firsts.meta_info = prompts.meta_info | {"do_sample": False}
         sampled = self.policy.generate_sequences(firsts)
-        answers = batch[::n].union(with_agent_columns(sampled))
-        rewards, extras = self._rewards(answers)
-        is_there = takes_part(extras, len(answers), self.config)
+        responses = batch[::n].union(with_agent_columns(sampled))
+        rewards, extras = self._rewards(responses)
+        is_there = takes_part(extras, len(responses), self.config)
         return torch.where(is_there, rewards.sum(-1), torch.nan).repeat_interleave(n)
 
     def _rewards(self, batch: DataProto) -> tuple[torch.Tensor, dict[str, list[Any]]]:
-        """What the reward model, if there is one, and the reward manager say of each answer."""
+        """What the reward model, if there is one, and the reward manager say of each response."""
         if self.reward_model is not None:
             batch.union(self.reward_model.compute_rm_score(batch))
-        return score_answers(batch, self.reward_fn, self.config)
+        return score_responses(batch, self.reward_fn, self.config)
 
     def _mean_entropy(self, outputs: DataProto, batch: DataProto) -> Metrics:
         """Take the entropies out of the outputs: their mean is all that is kept."""
@@ -333,4 +333,4 @@ class PPOTrainer(TrainingLoop):
 
     def _dump(self, batch: DataProto, extra_keys: list[str]) -> None:
         if folder := self.config.trainer.rollout_data_dir:
-            dump_answers(batch, extra_keys, self.tokenizer, folder, self.global_steps)
+            dump_responses(batch, extra_keys, self.tokenizer, folder, self.global_steps)

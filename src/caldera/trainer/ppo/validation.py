@@ -1,4 +1,4 @@
-"""Validation: sample answers to the held-out prompts, score them, keep and summarise them."""
+"""Validation: sample responses to the held-out prompts, score them, keep and summarise them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from caldera.reward import VALUE, AnswerFormats, RewardManager
 from caldera.tracking import Generation, GenerationDump, select_val_generations
 from caldera.trainer.ppo.agents import DUMPED, facts_in, with_agent_columns
 from caldera.trainer.ppo.prompts import stamp_rows
-from caldera.trainer.ppo.rewards import FirstScores, score_answers, takes_part
+from caldera.trainer.ppo.rewards import FirstScores, score_responses, takes_part
 from caldera.trainer.ppo.validation_metrics import (
     name_validation_metrics,
     process_validation_metrics,
@@ -24,8 +24,8 @@ from caldera.trainer.ppo.validation_metrics import (
 LOOKED_AT = 256  # responses of the first training batch
 
 
-class Answers:
-    """Every validation answer, as text, with its score and whatever the scorer said of it."""
+class Responses:
+    """Every validation response, as text, with its score and whatever the scorer said of it."""
 
     def __init__(self) -> None:
         self.inputs: list[str] = []
@@ -70,7 +70,7 @@ class Answers:
             self.of_agents.setdefault(key, []).extend(columns.get(key, [None] * len(scores)))
 
     def variables(self) -> dict[str, list[Any]]:
-        """What is averaged over answers: those without a reward are left out."""
+        """What is averaged over responses: those without a reward are left out."""
         pairs = zip(self.scores, self.is_rewarded, strict=True)
         rewards = [score if is_there else None for score, is_there in pairs]
         return {"reward": rewards, **self.extras}
@@ -84,7 +84,7 @@ class Answers:
         return {f"val-aux/num_turns/{name}": float(value) for name, value in spread.items()}
 
     def failures(self) -> dict[str, float]:
-        """`val-aux/{source}/reward_failed/count`: answers that could not be scored."""
+        """`val-aux/{source}/reward_failed/count`: responses that could not be scored."""
         states = self.extras.get("reward_state", [None] * len(self.scores))
         counts = dict.fromkeys(self.sources, 0.0)
         for source, state in zip(self.sources, states, strict=True):
@@ -92,7 +92,7 @@ class Answers:
         return {f"val-aux/{source}/reward_failed/count": n for source, n in counts.items()}
 
     def read_by_scorers(self) -> tuple[list[str], list[str]]:
-        """(data sources, responses) of the answers that a scorer has read."""
+        """(data sources, texts) of the responses that a scorer has read."""
         rows = [row for row, is_of_agent in enumerate(self.is_of_agent) if not is_of_agent]
         return [self.sources[row] for row in rows], [self.outputs[row] for row in rows]
 
@@ -124,12 +124,12 @@ class Validator:
 
     def run(self, step: int) -> dict[str, float]:
         """Metrics `val-core/...` and `val-aux/...`."""
-        answers = Answers()
+        responses = Responses()
         for number, rows in enumerate(self._loader):
-            batch = self._answer(rows, number)
-            rewards, extras = score_answers(batch, self._reward_fn, self._config)
+            batch = self._sample(rows, number)
+            rewards, extras = score_responses(batch, self._reward_fn, self._config)
             is_rewarded = takes_part(extras, len(batch), self._config).tolist()
-            answers.add(
+            responses.add(
                 batch,
                 rewards.sum(-1).tolist(),
                 extras,
@@ -137,17 +137,17 @@ class Validator:
                 self._tokenizer,
                 self._config.data.reward_fn_key,
             )
-        self._keep(step, answers)
-        self._first_scores.check(answers.extras)
-        variables = answers.variables()
-        by_source = process_validation_metrics(answers.sources, answers.uids, variables)
-        metrics = name_validation_metrics(by_source) | answers.failures() | answers.turns()
-        return metrics | self._format_metrics(answers)
+        self._keep(step, responses)
+        self._first_scores.check(responses.extras)
+        variables = responses.variables()
+        by_source = process_validation_metrics(responses.sources, responses.uids, variables)
+        metrics = name_validation_metrics(by_source) | responses.failures() | responses.turns()
+        return metrics | self._format_metrics(responses)
 
-    def _format_metrics(self, answers: Answers) -> dict[str, float]:
+    def _format_metrics(self, responses: Responses) -> dict[str, float]:
         """`val-aux/{source}/{parsed,format_...}/mean@n`: where a scorer found an answer, and how
         it was written."""
-        counts = self.formats.counts(*answers.read_by_scorers())
+        counts = self.formats.counts(*responses.read_by_scorers())
         self.formats.warn(counts)
         n = self._config.actor_rollout_ref.rollout.val_kwargs.n
         return {
@@ -157,11 +157,11 @@ class Validator:
         }
 
     def take_shown(self) -> list[Generation]:
-        """The answers that the last validation shows, once."""
+        """The responses that the last validation shows, once."""
         shown, self._shown = self._shown, []
         return shown
 
-    def _answer(self, rows: Any, number: int) -> DataProto:
+    def _sample(self, rows: Any, number: int) -> DataProto:
         rollout = self._config.actor_rollout_ref.rollout
         # The step is no part of the place: validations at different steps draw the same numbers.
         place = ("validation", number)
@@ -171,20 +171,20 @@ class Validator:
         )
         return batch.union(with_agent_columns(self._generate(prompts)))
 
-    def _keep(self, step: int, answers: Answers) -> None:
+    def _keep(self, step: int, responses: Responses) -> None:
         trainer = self._config.trainer
         if trainer.validation_data_dir:
             with GenerationDump(Path(trainer.validation_data_dir).expanduser()) as dump:
                 dump.write(
                     step,
-                    answers.inputs,
-                    answers.outputs,
-                    answers.ground_truths,
-                    answers.scores,
-                    {**answers.extras, **answers.of_agents, "uid": answers.uids},
+                    responses.inputs,
+                    responses.outputs,
+                    responses.ground_truths,
+                    responses.scores,
+                    {**responses.extras, **responses.of_agents, "uid": responses.uids},
                 )
         self._shown = select_val_generations(
-            answers.inputs, answers.outputs, answers.scores, trainer.log_val_generations
+            responses.inputs, responses.outputs, responses.scores, trainer.log_val_generations
         )
 
 
@@ -194,21 +194,21 @@ def check_formats(
     config: PPOTrainerConfig,
     formats: AnswerFormats,
 ) -> None:
-    """Warn of answers in a format that their scorer does not read, by the first of a batch."""
+    """Warn of responses in a format that their scorer does not read, by the first of a batch."""
     part = batch[:LOOKED_AT]
     if formats.are_known and not any(fact.reward_score is not None for fact in facts_in(part)):
         sources = [str(source) for source in part.non_tensor_batch[config.data.reward_fn_key]]
         formats.warn(formats.counts(sources, decode_responses(part, tokenizer)))
 
 
-def dump_answers(
+def dump_responses(
     batch: DataProto,
     extra_keys: list[str],
     tokenizer: PreTrainedTokenizerBase,
     folder: str,
     step: int,
 ) -> None:
-    """Write the answers of a scored batch, with these of its columns."""
+    """Write the responses of a scored batch, with these of its columns."""
     columns = batch.non_tensor_batch
     with GenerationDump(Path(folder).expanduser()) as dump:
         dump.write(

@@ -1,4 +1,4 @@
-"""Validation metrics: mean, best, worst and majority of several answers to the same prompt.
+"""Validation metrics: mean, best, worst and majority of several responses to the same prompt.
 
 Metrics are per data source and variable, such as `acc`, and averaged over prompts, of which each
 has N samples:

@@ -11,7 +11,7 @@ from caldera.protocol import DataProto, tensors_of
 from caldera.trainer.ppo.advantage import (
     compute_advantage,
     correct_rollout,
-    redraw,
+    resample,
     variance_metrics,
 )
 
@@ -66,14 +66,14 @@ def test_weights_and_rejection_are_written_to_the_batch() -> None:
 
 def test_pf_ppo_draws_rows_by_their_scores() -> None:
     algorithm = AlgorithmConfig(adv_estimator="grpo", use_pf_ppo=True)
-    drawn = redraw(batch_of(OLD, None), algorithm, step=1)
-    again = redraw(batch_of(OLD, None), algorithm, step=1)
+    drawn = resample(batch_of(OLD, None), algorithm, step=1)
+    again = resample(batch_of(OLD, None), algorithm, step=1)
     scores = tensors_of(drawn)["token_level_scores"].sum(-1)
     assert len(drawn) == 3
     assert 0.0 not in scores.tolist()
     assert torch.equal(scores, tensors_of(again)["token_level_scores"].sum(-1))
     others = [
-        tensors_of(redraw(batch_of(OLD, None), algorithm, step))["token_level_scores"].sum(-1)
+        tensors_of(resample(batch_of(OLD, None), algorithm, step))["token_level_scores"].sum(-1)
         for step in range(2, 12)
     ]
     assert any(not torch.equal(scores, other) for other in others)

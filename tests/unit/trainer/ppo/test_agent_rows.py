@@ -15,7 +15,7 @@ from caldera.protocol import DataProto, tensors_of
 from caldera.reward import FAILED, OUTCOMES
 from caldera.trainer.ppo.advantage import compute_advantage
 from caldera.trainer.ppo.agents import agent_metrics, with_agent_columns
-from caldera.trainer.ppo.rewards import record_scores, score_answers
+from caldera.trainer.ppo.rewards import record_scores, score_responses
 
 MASK = [[1, 1, 0, 1, 0, 0], [1, 0, 0, 1, 1, 1]]
 LENGTHS = (4, 6)
@@ -64,14 +64,14 @@ def config(how: str = "trajectory") -> PPOTrainerConfig:
 )
 def test_rewards_of_turns_and_of_trajectories(how: str, expected: list[list[float]]) -> None:
     data = batch(facts(turn_rewards=[(1, 0.5), (3, -0.25)]), facts())
-    scores, _ = score_answers(data, scorer, config(how))
+    scores, _ = score_responses(data, scorer, config(how))
     assert scores.tolist() == expected
 
 
 def test_rewards_of_turns_reach_the_advantages_of_their_tokens() -> None:
     """With a discount, the turn that earned a reward is better off than those before it."""
     data = batch(facts(turn_rewards=[(1, 1.0)]), facts(turn_rewards=[(5, 1.0)]))
-    scores, _ = score_answers(data, scorer, config("turn"))
+    scores, _ = score_responses(data, scorer, config("turn"))
     tensors = tensors_of(data)
     tensors["token_level_rewards"] = scores
     tensors["values"] = torch.zeros(2, 6)
@@ -95,7 +95,7 @@ def test_a_reward_that_the_loop_gave_is_kept() -> None:
         }  # fmt: skip
         return result
 
-    scores, extras = score_answers(data, manager, config())
+    scores, extras = score_responses(data, manager, config())
     assert seen[0].score == 0.25 and seen[1] is None, "a manager of samples need not score it"
     assert scores.sum(-1).tolist() == [0.25, 1.0]
     assert extras["reward_state"] == ["value", "value"]
@@ -112,7 +112,7 @@ def test_columns_are_those_of_all_loops() -> None:
 
 def test_what_agents_did_is_dumped_beside_the_answers() -> None:
     data = with_agent_columns(batch(facts(timeline=[{"kind": "generate"}]), facts()))
-    scores, extras = score_answers(data, scorer, config())
+    scores, extras = score_responses(data, scorer, config())
     kept = record_scores(data, scores, extras, config())
     assert kept == ["acc", "__num_turns__", "tool_calls", "timeline"]
 

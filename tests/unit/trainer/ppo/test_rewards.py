@@ -14,12 +14,12 @@ from caldera.errors import RewardError
 from caldera.protocol import DataProto, tensors_of
 from caldera.reward import OUTCOMES
 from caldera.trainer.ppo.advantage import (
+    apply_kl_penalty,
     compute_advantage,
     correct_rollout,
-    penalise_distance,
-    put_back,
-    redraw,
+    resample,
     rewarded_part,
+    scatter_rows,
 )
 from caldera.trainer.ppo.metrics import compute_data_metrics
 from caldera.trainer.ppo.rewards import (
@@ -88,10 +88,10 @@ def advance(batch: DataProto, algorithm: AlgorithmConfig) -> dict[str, float]:
     metrics: dict[str, float] = {}
     part, rows = rewarded_part(batch, algorithm)
     if len(part):
-        metrics |= penalise_distance(part, algorithm, FixedKLController(0.1))
+        metrics |= apply_kl_penalty(part, algorithm, FixedKLController(0.1))
         metrics |= correct_rollout(part, algorithm)
         compute_advantage(part, algorithm)
-    put_back(part, rows, batch)
+    scatter_rows(part, rows, batch)
     return metrics
 
 
@@ -162,7 +162,7 @@ def test_pf_ppo_draws_among_the_rows_that_have_a_reward() -> None:
     batch.non_tensor_batch["row"] = np.arange(ROWS)
     algorithm = algorithm_of("gae", use_pf_ppo=True)
     advance(batch, algorithm)
-    drawn = redraw(batch, algorithm, step=1)
+    drawn = resample(batch, algorithm, step=1)
     rows = drawn.non_tensor_batch["row"]
     assert rows[FAILED].tolist() == FAILED
     others = np.delete(rows, FAILED)
@@ -219,7 +219,7 @@ SECOND_BATCH_SCORED = {"reward_state": ["failed", None], "reward_error": ["x", N
 @pytest.mark.parametrize("on_failure", ["mask", "zero"])
 def test_a_run_whose_first_answers_cannot_be_scored_ends(on_failure: str) -> None:
     config = config_of(on_failure)
-    told = r"^none of the first 2 answers could be scored, .* The first: too late$"
+    told = r"^none of the first 2 responses could be scored, .* The first: too late$"
     with pytest.raises(RewardError, match=told):
         FirstScores(config).check(NONE_SCORED)
     config.custom_reward_function.path = "mine.py"
