@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,19 @@ def test_the_changelog_has_an_unreleased_section_on_top() -> None:
     lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
     sections = [line for line in lines if line.startswith("## ")]
     assert sections[0] == "## [Unreleased]"
+
+
+def test_decisions_are_numbered_named_after_their_title_and_have_a_status() -> None:
+    folder = ROOT / "docs/adr"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    pages = sorted(folder.glob("[0-9]*.md"))
+    for number, page in enumerate(pages, start=1):
+        heading, blank, status, *_ = page.read_text(encoding="utf-8").splitlines()
+        title = heading.removeprefix(f"# {number}. ")
+        words = re.findall("[a-z0-9]+", title.lower().replace("'", ""))
+        assert page.name == "-".join([f"{number:04d}", *words]) + ".md"
+        assert blank == "" and re.match("Status: (accepted|superseded by)", status), page.name
+        assert f"| {number} | [{title}]({page.name}) |" in index
 
 
 def test_import_caldera_imports_no_optional_library() -> None:
