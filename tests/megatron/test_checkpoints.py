@@ -32,7 +32,7 @@ from caldera.config import CheckpointConfig, OptimizerConfig
 from caldera.config.megatron import MegatronConfig
 from caldera.engine import ENGINES, Engine, EngineOptions
 from caldera.engine.checkpoints import StoredModel
-from caldera.engine.checkpoints.distributed import GROUPS, STATE, VALUES, read_alone, stored_under
+from caldera.engine.checkpoints.storage import GROUPS, STATE, VALUES, read_alone, stored_under
 from caldera.errors import CheckpointError
 
 pytestmark = pytest.mark.megatron

@@ -10,16 +10,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from caldera.agent_loop.base import (
-    AgentLoopOutput,
-    DataSettings,
-    Equipment,
-    MakeLoop,
-    RunConfig,
-    find_loop,
-    read_loops,
-)
+from caldera.agent_loop.base import AgentLoopOutput, DataSettings, Equipment, MakeLoop, RunConfig
 from caldera.agent_loop.black_box import BatchServer
+from caldera.agent_loop.loading import find_loop, read_loops
 from caldera.agent_loop.output import (
     GENERATE,
     TOOL,

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from caldera.config import CheckpointConfig, FSDPConfig, OptimizerConfig
 from caldera.config.megatron import MegatronConfig
 from caldera.core_algos import LossScale
-from caldera.engine.packed_model import PackedRows
 from caldera.models.flops import Arithmetic
 from caldera.models.pretrained import WeightSource
 from caldera.protocol import DataProto
 from caldera.registry import Registry
+
+if TYPE_CHECKING:
+    from caldera.engine.packed_model import PackedRows
 
 OutputName = Literal["log_probs", "entropy", "sum_pi_squared", "full_kl", "values", "scores"]
 

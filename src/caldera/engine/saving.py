@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from caldera.config import CheckpointConfig
 from caldera.engine.checkpoints import PendingSave, load, save_classic, save_distributed
-from caldera.engine.checkpoints.distributed import DAMAGE
 from caldera.engine.checkpoints.safe_loading import load_file
+from caldera.engine.checkpoints.storage import DAMAGE
 from caldera.engine.layout import Layout
 from caldera.engine.packed_model import PREFIX
 from caldera.errors import CheckpointError

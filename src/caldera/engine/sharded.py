@@ -18,9 +18,9 @@ from caldera.engine.base import EngineOptions
 from caldera.engine.layout import Layout, strip
 from caldera.engine.packed_model import PREFIX, PackedModel
 from caldera.errors import ConfigError
-from caldera.models.adapters import VALUE_HEAD
 from caldera.models.forward import base_module, decoder_layers
 from caldera.models.loading import DTYPES
+from caldera.models.pretrained import VALUE_HEAD
 from caldera.models.ulysses import SequenceGroup
 
 # ---- The ranks as a mesh: replicas x shards x tensor parallel, and the groups that share tokens

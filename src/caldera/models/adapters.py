@@ -19,14 +19,13 @@ from transformers import PreTrainedModel
 from caldera.config import ModelConfig
 from caldera.errors import ConfigError
 from caldera.installation import install_command
-from caldera.models.loading import WeightFiles
-from caldera.models.pretrained import Reader, initialised, parameters_on_meta, seeded
+from caldera.models.files import WeightFiles
+from caldera.models.pretrained import VALUE_HEAD, Reader, initialised, parameters_on_meta, seeded
 from caldera.seeds import derive_seed
 from caldera.storage import local_path
 
 logger = logging.getLogger(__name__)
 
-VALUE_HEAD = "score"
 ADAPTER = "default"
 """peft's name for the only adapter that a module has."""
 PREFIX = "base_model.model."

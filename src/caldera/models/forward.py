@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from caldera.errors import UnsupportedError
-from caldera.models.attention import AttentionContext
 from caldera.protocol import DataProto, tensors_of
+
+if TYPE_CHECKING:
+    from caldera.models.attention import AttentionContext
 
 
 def base_module(module: nn.Module) -> PreTrainedModel:

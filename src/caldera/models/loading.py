@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -20,19 +19,18 @@ from transformers import (
     AutoModelForTokenClassification,
     PreTrainedModel,
 )
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from caldera.config import ModelConfig
-from caldera.errors import ConfigError, DataError, UnsupportedError
-from caldera.models.adapters import VALUE_HEAD, merged_weights, plain_name, with_adapter
+from caldera.errors import ConfigError, UnsupportedError
+from caldera.models.adapters import merged_weights, plain_name, with_adapter
 from caldera.models.attention import ATTENTION
 from caldera.models.exact import exactness
 from caldera.models.exact_mode import in_exactness
 from caldera.models.forward import base_module
 from caldera.models.liger import apply_liger
 from caldera.models.pretrained import (
+    VALUE_HEAD,
     Loaded,
     Recipe,
     WeightSource,
@@ -42,7 +40,7 @@ from caldera.models.pretrained import (
     load_whole,
 )
 from caldera.storage import is_fetched, local_path
-from caldera.storage.paths import WEIGHT_FILES, check_names
+from caldera.storage.paths import WEIGHT_FILES
 
 DTYPES = {
     "float32": torch.float32,
@@ -322,66 +320,3 @@ def import_external(config: ModelSource, key: str) -> None:
 
 
 # ---- A model's safetensors files, in a folder or in the hub's cache, read one tensor at a time
-
-
-class WeightFiles:
-    """The tensors of safetensors files by name.
-
-    A file is open only while it is read: an open one stays mapped, and the pages that were read
-    would pile up to the whole model.
-    """
-
-    def __init__(self, paths: Iterable[str | Path]) -> None:
-        self._places: dict[str, str | Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for path in paths:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (it is no dictionary)
-                    self._places[name] = path
-                    self._shapes[name] = tuple(file.get_slice(name).get_shape())
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor."""
-        return dict(self._shapes)
-
-    def tensor(self, name: str) -> Tensor:
-        """One tensor, as it is in its file."""
-        with safe_open(self._places[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
-
-
-def find_weight_files(path: str) -> WeightFiles | None:
-    """The files of a folder or hub name, fetched if need be; None where there are none.
-
-    Looks where `from_pretrained` looks: for one file first, then for the index of several.
-    """
-    one = _find(path, SAFE_WEIGHTS_NAME)
-    if one is not None:
-        return WeightFiles([one])
-    index = _find(path, SAFE_WEIGHTS_INDEX_NAME)
-    if index is None:
-        return None
-    _check_index(index)
-    shards, _ = get_checkpoint_shard_files(path, index)
-    return WeightFiles(shards)
-
-
-def _check_index(index: str) -> None:
-    """The index came with the model: it may name files of the model's folder alone."""
-    try:
-        places = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-        check_names(set(places.values()), index)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{index}: no index of weights: {type(error).__name__}: {error}") from error
-    except PermissionError as error:
-        raise DataError(str(error)) from error
-
-
-def _find(path: str, name: str) -> str | None:
-    return cached_file(
-        path,
-        name,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-    )

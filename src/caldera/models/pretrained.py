@@ -16,9 +16,8 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from caldera.errors import UnsupportedError
-from caldera.models.adapters import VALUE_HEAD
 from caldera.models.attention import ATTENTION
-from caldera.models.loading import WeightFiles, find_weight_files
+from caldera.models.files import WeightFiles, find_weight_files
 from caldera.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -301,3 +300,6 @@ def _with_readers(
 
 def _read(files: WeightFiles, name: str, dtype: torch.dtype) -> Tensor:
     return files.tensor(name).to(dtype)
+
+
+VALUE_HEAD = "score"

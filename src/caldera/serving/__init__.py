@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from caldera.serving.conversations import ChatModel
+from caldera.serving.chat_model import ChatModel
 from caldera.serving.recording import Recorder, Trajectory, Turn
 from caldera.serving.server import Account, SessionServer
 

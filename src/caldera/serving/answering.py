@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from caldera.rollout import Completion, SamplingParams
-from caldera.serving.conversations import ChatModel
+from caldera.serving.chat_model import ChatModel
 from caldera.serving.reading import CHAT, Asked
 from caldera.tools.formats import ParsedCalls, ToolParser
 

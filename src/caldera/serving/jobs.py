@@ -15,7 +15,8 @@ from caldera.errors import CalderaError, ConfigError, DataError
 from caldera.rollout import AsyncSampler, Completion, Piece
 from caldera.rollout import Request as Sample
 from caldera.serving.answering import Answer, StreamingText
-from caldera.serving.conversations import Chat, ChatModel, Sampled, template_messages
+from caldera.serving.chat_model import ChatModel
+from caldera.serving.conversations import Chat, Sampled, template_messages
 from caldera.serving.http_server import error_content
 from caldera.serving.metrics import FAILED, ServerMetrics
 from caldera.serving.reading import BadField

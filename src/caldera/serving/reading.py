@@ -9,7 +9,7 @@ from typing import Any
 from caldera.errors import DataError
 from caldera.rollout import Request, SamplingParams
 from caldera.seeds import derive_seed
-from caldera.serving.conversations import ChatModel
+from caldera.serving.chat_model import ChatModel
 from caldera.web import read_object
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -27,7 +27,8 @@ from caldera.errors import CalderaError, DataError, RolloutError
 from caldera.rollout import AsyncSampler
 from caldera.seeds import derive_seed
 from caldera.serving.answering import Answer
-from caldera.serving.conversations import Chat, ChatModel, ChatPrompts, Sampled, read_chat
+from caldera.serving.chat_model import ChatModel
+from caldera.serving.conversations import Chat, ChatPrompts, Sampled, read_chat
 from caldera.serving.http_server import (
     HttpServer,
     Reply,

@@ -15,10 +15,10 @@ import fsspec.core
 from fsspec.registry import known_implementations
 
 from caldera.errors import ConfigError
-from caldera.storage.fetching import CountedFile, Transfer, reason_of
 from caldera.storage.http import PROTOCOLS as HTTP
 from caldera.storage.http import HttpFiles
 from caldera.storage.paths import check_name, check_names, shown_url
+from caldera.storage.transfer import CountedFile, Transfer, reason_of
 
 CONTENT_MARKS = (
     "ETag",

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from caldera.tracking.curves import Series, svg_curve
 from caldera.tracking.dumps import GenerationDump, select_val_generations, write_jsonl_atomic
+from caldera.tracking.loggers import LOGGERS, Generation, LoggedRun, Logger
 from caldera.tracking.progress import TrainingProgress, progress_iter
 from caldera.tracking.report import write_report
-from caldera.tracking.tracking import (
-    LOGGERS,
-    Generation,
-    LoggedRun,
-    Logger,
-    Tracking,
-    check_loggers,
-)
+from caldera.tracking.tracking import Tracking, check_loggers
 
 __all__ = [
     "LOGGERS",

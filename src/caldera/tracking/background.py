@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from caldera.tracking.tracking import Generation, Logger
+from caldera.tracking.loggers import Generation, Logger
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from agent_scripts import equipment
 
-from caldera.agent_loop.base import read_loops
 from caldera.agent_loop.black_box import black_box_metrics
+from caldera.agent_loop.loading import read_loops
 from caldera.agent_loop.manager import AgentLoops
 from caldera.agent_loop.output import COLUMN, TrajectoryFacts
 from caldera.errors import ConfigError

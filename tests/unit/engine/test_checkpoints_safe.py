@@ -22,8 +22,8 @@ from caldera.engine.checkpoints import (
     save_classic,
     save_distributed,
 )  # fmt: skip
-from caldera.engine.checkpoints.distributed import write
 from caldera.engine.checkpoints.safe_loading import TRUST
+from caldera.engine.checkpoints.storage import write
 from caldera.engine.saving import extra_file, read_extra, restore_rng, rng_state, write_file
 from caldera.errors import CheckpointError
 from caldera.trainer.checkpoint import read_position

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from caldera.errors import DataError
-from caldera.models.loading import find_weight_files
+from caldera.models.files import find_weight_files
 
 
 def index(folder: Path, weight_map: object) -> str:

@@ -12,8 +12,8 @@ from caldera.errors import ProtocolError, RolloutError
 from caldera.protocol import DataProto
 from caldera.rollout import ROLLOUTS, Completion, NativeRollout
 from caldera.rollout.batch import completions_to_batch, requests_from_batch
-from caldera.rollout.engines.build import params_as_message
 from caldera.rollout.engines.host.caldera_engine import sglang_engine, vllm_engine
+from caldera.rollout.engines.options import params_as_message
 from caldera.rollout.remote import _body as remote_body
 
 

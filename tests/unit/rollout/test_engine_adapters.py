@@ -13,8 +13,8 @@ import torch
 from caldera.errors import RolloutError
 from caldera.models.loading import exported_weights
 from caldera.rollout import ROLLOUTS
-from caldera.rollout.engines.build import engine_arguments
 from caldera.rollout.engines.host.caldera_engine.buckets import ADAPTER_FILE, check_adapter
+from caldera.rollout.engines.options import engine_arguments
 from caldera.rollout.engines.weights import (
     AdapterFolders,
     EngineWeights,

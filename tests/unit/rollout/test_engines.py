@@ -16,9 +16,9 @@ import torch
 from caldera.config import RolloutConfig
 from caldera.errors import ConfigError, RolloutError, UnsupportedError
 from caldera.rollout import ROLLOUTS, AsyncSampler, Request, SamplingParams
-from caldera.rollout.engines.build import SEED, engine_arguments, reseeded
 from caldera.rollout.engines.host.caldera_engine.base import Event
 from caldera.rollout.engines.host.caldera_engine.buckets import check_adapter, read_bucket
+from caldera.rollout.engines.options import SEED, engine_arguments, reseeded
 from caldera.rollout.engines.process import EngineDied, StickyRouter
 from caldera.rollout.engines.rollout import EngineRollout
 from caldera.rollout.engines.weights import (

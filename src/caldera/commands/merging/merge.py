@@ -22,8 +22,8 @@ from transformers.utils.logging import disable_progress_bar
 from caldera.commands.merging.source import ATTENTION, CheckpointModel, Reading
 from caldera.engine.checkpoints import layout_of
 from caldera.errors import CheckpointError, ConfigError
+from caldera.models.files import WeightFiles, find_weight_files
 from caldera.models.forward import base_module
-from caldera.models.loading import WeightFiles, find_weight_files
 from caldera.tracking import TrainingProgress
 from caldera.tracking.progress import print_line
 

@@ -23,10 +23,10 @@ from transformers import (
 
 from caldera.engine.checkpoints import StoredModel, layout_of
 from caldera.errors import CheckpointError
-from caldera.models.adapters import VALUE_HEAD, peft_library, plain_name
+from caldera.models.adapters import peft_library, plain_name
 from caldera.models.forward import base_module
 from caldera.models.loading import exported_weights
-from caldera.models.pretrained import parameters_on_meta
+from caldera.models.pretrained import VALUE_HEAD, parameters_on_meta
 from caldera.tracking import TrainingProgress
 from caldera.trainer.checkpoint import ROLES
 from caldera.trainer.checkpoint_manifest import verify

@@ -37,7 +37,6 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from caldera.engine.checkpoints.distributed import DAMAGE, GROUPS, MODEL, STATE, VALUES, has_peers
 from caldera.engine.checkpoints.loading import (
     OptimizerState,
     is_wrapped,
@@ -48,6 +47,7 @@ from caldera.engine.checkpoints.loading import (
 )
 from caldera.engine.checkpoints.safe_loading import load_file
 from caldera.engine.checkpoints.shards import Position
+from caldera.engine.checkpoints.storage import DAMAGE, GROUPS, MODEL, STATE, VALUES, has_peers
 from caldera.errors import CheckpointError
 
 # ---- Reading the files that ranks wrote each for itself, as one storage that holds whole tensors

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from caldera.engine.checkpoints.distributed import (
+from caldera.engine.checkpoints.storage import (
     GROUPS,
     MODEL,
     STATE,

@@ -13,15 +13,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
 from caldera.engine.checkpoints.classic import ClassicReader, load_classic, open_classic, ranks_of
-from caldera.engine.checkpoints.distributed import (
-    FOLDER,
-    MODEL,
-    load_distributed,
-    read_alone,
-    stored_metadata,
-    stored_under,
-)
+from caldera.engine.checkpoints.distributed import FOLDER, load_distributed
 from caldera.engine.checkpoints.safe_loading import SafeReader
+from caldera.engine.checkpoints.storage import MODEL, read_alone, stored_metadata, stored_under
 from caldera.errors import CheckpointError
 
 

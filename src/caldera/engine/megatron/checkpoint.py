@@ -24,14 +24,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from caldera.config import CheckpointConfig
 from caldera.engine.checkpoints import PendingSave, open_folder, save_named
-from caldera.engine.checkpoints.distributed import (
+from caldera.engine.checkpoints.loading import OptimizerState, check_model, read_plain_state
+from caldera.engine.checkpoints.storage import (
     MODEL,
     STATE,
     read_alone,
     stored_metadata,
     stored_under,
 )
-from caldera.engine.checkpoints.loading import OptimizerState, check_model, read_plain_state
 from caldera.engine.megatron.groups import Places
 from caldera.engine.megatron.optim import Optimizer
 from caldera.engine.megatron.weights import Piece, Weights

@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 
 from caldera.engine.megatron.groups import Places
 from caldera.engine.megatron.shape import has_experts
-from caldera.models.adapters import VALUE_HEAD
 from caldera.models.attention import AttentionContext
+from caldera.models.pretrained import VALUE_HEAD
 
 
 @dataclass(frozen=True)

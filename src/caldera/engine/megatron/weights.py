@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from caldera.engine.megatron.groups import Places
 from caldera.engine.megatron.stage import Stage
 from caldera.errors import UnsupportedError
-from caldera.models.adapters import VALUE_HEAD
-from caldera.models.pretrained import WeightSource
+from caldera.models.pretrained import VALUE_HEAD, WeightSource
 
 # ---- Which part of which Megatron parameter is which Hugging Face tensor
 #

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from caldera.config.rollout_checks import check_sampling_ranks
 from caldera.errors import RolloutError
-from caldera.rollout.engines.build import reseeded
 from caldera.rollout.engines.host import __path__ as host_path
 from caldera.rollout.engines.host.caldera_engine.base import Event
 from caldera.rollout.engines.host.caldera_engine.buckets import Adapter, Bucket
 from caldera.rollout.engines.host.caldera_engine.frames import Frames, Message
+from caldera.rollout.engines.options import reseeded
 
 # ---- One engine over the devices of several ranks: the first of them runs it
 

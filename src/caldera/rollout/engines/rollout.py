@@ -24,9 +24,9 @@ from caldera.rollout.base import (
     RolloutPart,
     StepwiseRollout,
 )
-from caldera.rollout.engines.build import check_params, params_as_message
 from caldera.rollout.engines.flight import ENDS, Flight
 from caldera.rollout.engines.host.caldera_engine.base import Event, SteppedEngine
+from caldera.rollout.engines.options import check_params, params_as_message
 from caldera.rollout.engines.process import EngineDied, EngineProcess, EngineRanks, StickyRouter
 from caldera.rollout.engines.weights import EngineWeights, ModuleWeights, WeightSource
 from caldera.rollout.weights import Probe, probe_module

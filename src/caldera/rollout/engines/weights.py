@@ -21,7 +21,6 @@ from caldera.errors import RolloutError
 from caldera.models.adapters import ADAPTER, adapted_layers, saved_name
 from caldera.models.forward import base_module
 from caldera.models.loading import exported_weights
-from caldera.rollout.engines.build import KEY
 from caldera.rollout.engines.host.caldera_engine.base import SteppedEngine
 from caldera.rollout.engines.host.caldera_engine.buckets import (
     ADAPTER_FILE,
@@ -32,6 +31,7 @@ from caldera.rollout.engines.host.caldera_engine.buckets import (
     file_checksum,
     map_file,
 )
+from caldera.rollout.engines.options import KEY
 from caldera.storage.locks import own_folder
 
 # ---- Weights on their way to an engine: files of shared memory, a bucket in each

@@ -37,7 +37,8 @@ from caldera.rollout.native.cache import (
     give_back_memory,
     too_small,
 )
-from caldera.rollout.native.cpu.runner import PackedRunner, can_pack
+from caldera.rollout.native.cpu.runner import PackedRunner
+from caldera.rollout.native.cpu.weights import can_pack
 from caldera.rollout.native.runner import Runner
 from caldera.rollout.native.running import Running, Sequence
 from caldera.rollout.native.sampler import sample

@@ -9,7 +9,7 @@ from typing import Any
 
 from caldera.errors import ConfigError, DataError
 from caldera.installation import install_command
-from caldera.search_agent.retriever.index import Ranking, best
+from caldera.search_agent.retriever.ranking import Ranking, best
 
 __all__ = ["BM25Searcher", "write_bm25"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from caldera.data.chat import hf_tokenizer
 from caldera.errors import ConfigError, DataError
-from caldera.search_agent.retriever.index import Ranking, best
+from caldera.search_agent.retriever.ranking import Ranking, best
 from caldera.storage import local_path
 from caldera.storage.paths import WEIGHT_FILES
 

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from caldera.tracking.tracking import (
-    GENERATION_COLUMNS,
-    GENERATIONS,
-    LOGGERS,
-    Generation,
-    LoggedRun,
-)
+from caldera.tracking.loggers import GENERATION_COLUMNS, GENERATIONS, LOGGERS, Generation, LoggedRun
 
 CONNECTED = (
     "artifacts",

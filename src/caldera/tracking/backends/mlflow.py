@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from caldera.tracking.tracking import GENERATION_COLUMNS, LOGGERS, Generation, LoggedRun
+from caldera.tracking.loggers import GENERATION_COLUMNS, LOGGERS, Generation, LoggedRun
 
 DEFAULT_URI = "sqlite:////tmp/mlruns.db"
 GENERATIONS_FILE = "val_generations.json"

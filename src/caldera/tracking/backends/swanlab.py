@@ -5,13 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from caldera.tracking.tracking import (
-    GENERATION_COLUMNS,
-    GENERATIONS,
-    LOGGERS,
-    Generation,
-    LoggedRun,
-)
+from caldera.tracking.loggers import GENERATION_COLUMNS, GENERATIONS, LOGGERS, Generation, LoggedRun
 
 
 @LOGGERS.register("swanlab")

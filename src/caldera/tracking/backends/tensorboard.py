@@ -7,13 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from caldera.tracking.tracking import (
-    GENERATION_COLUMNS,
-    GENERATIONS,
-    LOGGERS,
-    Generation,
-    LoggedRun,
-)
+from caldera.tracking.loggers import GENERATION_COLUMNS, GENERATIONS, LOGGERS, Generation, LoggedRun
 
 
 @LOGGERS.register("tensorboard")

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from caldera.tracking.tracking import (
-    GENERATION_COLUMNS,
-    GENERATIONS,
-    LOGGERS,
-    Generation,
-    LoggedRun,
-)
+from caldera.tracking.loggers import GENERATION_COLUMNS, GENERATIONS, LOGGERS, Generation, LoggedRun
 
 
 @LOGGERS.register("trackio")

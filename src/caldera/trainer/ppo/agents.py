@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 import caldera.search_agent.loop
 import caldera.tools.formats  # noqa: F401 -- both register what they hold
-from caldera.agent_loop.base import AgentLoopBase, Equipment, find_loop, loop_class, read_loops
+from caldera.agent_loop.base import AgentLoopBase, Equipment
 from caldera.agent_loop.black_box import BlackBoxAgentLoop, black_box_metrics
+from caldera.agent_loop.loading import find_loop, loop_class, read_loops
 from caldera.agent_loop.manager import AgentLoops, run_in_background
 from caldera.agent_loop.output import COLUMN, TrajectoryFacts
 from caldera.config import DataConfig, PPOTrainerConfig

@@ -24,7 +24,8 @@ from caldera.models.attention import ATTENTION
 from caldera.rollout.base import Request, SamplingParams
 from caldera.rollout.native.cpu.kernels import find_compiler
 from caldera.rollout.native.cpu.lean import LeanLayer, LeanTrunk, SmallLayer
-from caldera.rollout.native.cpu.runner import PackedRunner, can_pack
+from caldera.rollout.native.cpu.runner import PackedRunner
+from caldera.rollout.native.cpu.weights import can_pack
 from caldera.rollout.native.engine import NativeRollout
 from caldera.rollout.native.runner import sum_of_bits
 

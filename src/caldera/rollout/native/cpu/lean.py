@@ -16,7 +16,7 @@ from caldera.models.exact_norm import epsilon_of
 from caldera.models.forward import base_module
 from caldera.rollout.native.cpu.attention import CompiledAttention
 from caldera.rollout.native.cpu.kernels import TILE, CpuKernels, Matrices
-from caldera.rollout.native.cpu.runner import SMALLEST_PACKED, HeldWeight, PackedWeight
+from caldera.rollout.native.cpu.weights import SMALLEST_PACKED, HeldWeight, PackedWeight
 from caldera.rollout.native.layers import LayerParts, has_known_layers
 
 # ---- Layers whose matrices are so small that calls cost more than their work: one call a layer

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from caldera.models.triton_attention import fold_block
 from caldera.rollout.native.blocks import PAGE_SIZE
-from caldera.rollout.native.cuda.chained_kernels import UNCHAINED
+from caldera.rollout.native.cuda.launch import UNCHAINED
 
 SMALLEST_PRODUCT = 16
 """Rows that a matrix product has at least: query heads of one key head are padded to them."""

@@ -17,9 +17,6 @@ from caldera.models.forward import base_module
 from caldera.rollout.native.blocks import PAGE_SIZE
 from caldera.rollout.native.cuda.attention_kernels import Pages, Turn, attend_pages
 from caldera.rollout.native.cuda.chained_kernels import (
-    CHAINED,
-    CHAINED_LATE,
-    UNCHAINED,
     begin_kernel,
     gate_kernel,
     parts_kernel,
@@ -37,6 +34,7 @@ from caldera.rollout.native.cuda.divisions import (
     Tiles,
 )
 from caldera.rollout.native.cuda.graphs import FIELDS, INPUTS, DeviceState
+from caldera.rollout.native.cuda.launch import CHAINED, CHAINED_LATE, UNCHAINED
 from caldera.rollout.native.layers import has_known_layers, joint_product, norms_of, window_of
 
 # ---- Which decoder layers are known to chains of kernels, and the weights that those read

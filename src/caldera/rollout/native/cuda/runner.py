@@ -13,7 +13,6 @@ from caldera.models.forward import language_head
 from caldera.rollout.native.attention import to_device
 from caldera.rollout.native.blocks import IntArray
 from caldera.rollout.native.cache import CacheShape, KVCache
-from caldera.rollout.native.cuda.chained_kernels import CHAINED, UNCHAINED
 from caldera.rollout.native.cuda.graphs import (
     DecodeGraphs,
     DeviceState,
@@ -21,6 +20,7 @@ from caldera.rollout.native.cuda.graphs import (
     ladder,
     step_inputs,
 )
+from caldera.rollout.native.cuda.launch import CHAINED, UNCHAINED
 from caldera.rollout.native.layers import STACKS, Product, put_joint, stackable
 from caldera.rollout.native.runner import Output, Runner
 from caldera.rollout.native.sampler import SamplingRows

@@ -16,8 +16,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from caldera.rollout.native.blocks import PAGE_SIZE
-from caldera.rollout.native.cuda.chained_kernels import UNCHAINED
 from caldera.rollout.native.cuda.graphs import FIELDS, INPUTS, LETTERS, Mail
+from caldera.rollout.native.cuda.launch import UNCHAINED
 from caldera.rollout.native.sampler import GROUP, TILE
 
 LOG2_E = tl.constexpr(1.4426950408889634)
