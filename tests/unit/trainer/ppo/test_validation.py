@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from caldera.protocol import DataProto
-from caldera.trainer.ppo.validation import Answers, ground_truths
+from caldera.trainer.ppo.validation import Responses, ground_truths
 from caldera.trainer.ppo.validation_metrics import (
     name_validation_metrics,
     process_validation_metrics,
 )
 
 
-def scored(with_failure: bool) -> Answers:
-    answers = Answers()
+def scored(with_failure: bool) -> Responses:
+    answers = Responses()
     answers.scores = [1.0, 0.0, 0.0, 1.0]
     answers.sources = ["a", "a", "b", "b"]
     answers.uids = ["1", "2", "3", "3"]
