@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from caldera.commands.planning.memory import Held, Pass, Sampler, inference, sampling, training
-from caldera.commands.planning.plan import ModelShape
+from caldera.commands.plan_memory import Held, Pass, Sampler, inference, sampling, training
+from caldera.commands.planning import ModelShape
 from caldera.config import FSDPConfig, OptimizerConfig, RolloutConfig
 from caldera.core_algos import LossScale
 from caldera.engine import EngineOptions, ForwardPlan, LocalEngine, Outputs

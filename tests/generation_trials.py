@@ -23,7 +23,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from caldera.commands.generation.run import generate
+from caldera.commands.generation import generate
 from caldera.config import RolloutConfig, compose_config
 from caldera.config.generation_checks import check_generation
 from caldera.config.offline import GenerationConfig
@@ -38,8 +38,8 @@ SECONDS = 250.0
 CPU = torch.device("cpu")
 PROGRAM = """
 import sys
-from caldera.commands.generation.sampling import Samplers
-from caldera.commands.generation.command import main
+from caldera.commands.generation_samplers import Samplers
+from caldera.commands.generate import main
 plain = Samplers.answers
 Samplers.answers = lambda self, rows: (sys.stdin.readline(), plain(self, rows))[1]
 sys.exit(main())

@@ -63,14 +63,14 @@ COMMANDS = {
     ),
     "generate": Command(
         "sample answers to the prompts of a file: key=value ...",
-        "caldera.commands.generation.command:main",
-        "caldera.commands.generation.command:GENERATE.parser",
+        "caldera.commands.generate:main",
+        "caldera.commands.generate:GENERATE.parser",
         "caldera.config.offline:GenerationConfig",
     ),
     "eval": Command(
         "score a file of answers: key=value ...",
-        "caldera.commands.evaluation.command:main",
-        "caldera.commands.evaluation.command:EVALUATE.parser",
+        "caldera.commands.eval:main",
+        "caldera.commands.eval:EVALUATE.parser",
         "caldera.config.offline:EvaluationConfig",
     ),
     "serve": Command(
@@ -81,14 +81,14 @@ COMMANDS = {
     ),
     "plan": Command(
         "what a training run would do and need: key=value ...",
-        "caldera.commands.planning.command:main",
-        "caldera.commands.planning.command:parser",
+        "caldera.commands.plan:main",
+        "caldera.commands.plan:parser",
         "caldera.config:PPOTrainerConfig",
     ),
     "doctor": Command(
         "what of this machine works, and how to mend the rest",
-        "caldera.commands.doctor.command:main",
-        "caldera.commands.doctor.command:parser",
+        "caldera.commands.doctor:main",
+        "caldera.commands.doctor:parser",
     ),
     "data": Command(
         "prepare public data sets, check data files",
@@ -108,8 +108,8 @@ COMMANDS = {
     ),
     "merge": Command(
         "make a Hugging Face folder of a checkpoint",
-        "caldera.commands.merging.command:main",
-        "caldera.commands.merging.command:parser",
+        "caldera.commands.merge:main",
+        "caldera.commands.merge:parser",
     ),
     "sandbox": Command(
         "run programs that a model wrote, for others",
@@ -123,8 +123,8 @@ COMMANDS = {
     ),
     "migrate": Command(
         "read a launch script of verl's: what changes, and a short equivalent",
-        "caldera.commands.migration.command:main",
-        "caldera.commands.migration.command:parser",
+        "caldera.commands.migrate:main",
+        "caldera.commands.migrate:parser",
     ),
     "completion": Command(
         "print a script that completes commands, options and keys in a shell",

@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from caldera.commands.generation.run import Parts, generate
+from caldera.commands.generation import Parts, generate
 from caldera.config import compose_config
 from caldera.config.generation_checks import check_generation
 from caldera.config.offline import GenerationConfig

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from caldera.cli import main
-from caldera.commands.merging import merge as merge_files
+from caldera.commands import merging as merge_files
 from caldera.config import ModelConfig
 from caldera.engine.checkpoints import save_classic, save_distributed
 from caldera.models.forward import base_module

@@ -120,7 +120,7 @@ def test_a_checkpoint_of_two_ranks_is_a_reward_model(lab: Lab, tmp_path: Path) -
     """What was trained in shards is merged, and scores as PPO's reward model."""
     from transformers import AutoModelForSequenceClassification
 
-    from caldera.commands.merging.merge import MergeOptions, merge
+    from caldera.commands.merging import MergeOptions, merge
 
     config_name, objective = OBJECTIVES["rm"]
     config = load_supervised_config(

@@ -24,7 +24,7 @@ import pytest
 from reward_models import save_judge
 
 from caldera.cli import main
-from caldera.commands.generation.run import generate
+from caldera.commands.generation import generate
 from caldera.config import compose_config
 from caldera.config.offline import GenerationConfig
 from caldera.config.serve import ServeConfig

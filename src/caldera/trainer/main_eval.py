@@ -5,4 +5,4 @@ from __future__ import annotations
 import runpy
 
 if __name__ == "__main__":
-    runpy.run_module("caldera.commands.evaluation.command", run_name="__main__", alter_sys=True)
+    runpy.run_module("caldera.commands.eval", run_name="__main__", alter_sys=True)

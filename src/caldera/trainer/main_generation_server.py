@@ -5,4 +5,4 @@ from __future__ import annotations
 import runpy
 
 if __name__ == "__main__":
-    runpy.run_module("caldera.commands.generation.served", run_name="__main__", alter_sys=True)
+    runpy.run_module("caldera.commands.generation_server", run_name="__main__", alter_sys=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from caldera.commands.generation.command import load_generation
-from caldera.commands.generation.sampling import rollout_config
-from caldera.commands.generation.served import load_served_generation
+from caldera.commands.generate import load_generation
+from caldera.commands.generation_samplers import rollout_config
+from caldera.commands.generation_server import load_served_generation
 from caldera.config import PPOTrainerConfig, load_config
 from caldera.errors import CalderaError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from caldera.commands.evaluation.command import run_eval
+from caldera.commands.eval import run_eval
 from caldera.config.offline import EvaluationConfig
 from caldera.config.reward import CustomRewardFunctionConfig
 from caldera.errors import CalderaError, ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from caldera.commands.merging.source import CheckpointModel, Reading
+from caldera.commands.merging import CheckpointModel, Reading
 from caldera.engine.checkpoints import save_distributed
 from caldera.errors import CheckpointError
 from caldera.trainer.checkpoint_manifest import verify, write_manifest

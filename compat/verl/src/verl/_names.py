@@ -10,13 +10,13 @@ ALL_OF = "*"
 ENTRY_POINTS = {
     "verl.trainer.main_ppo": "caldera.trainer.main_ppo:main",
     "verl.trainer.main_ppo_v0": "caldera.trainer.main_ppo:main",
-    "verl.trainer.main_generation": "caldera.commands.generation.command:main",
-    "verl.trainer.main_generation_server": "caldera.commands.generation.served:main",
-    "verl.trainer.main_eval": "caldera.commands.evaluation.command:main",
+    "verl.trainer.main_generation": "caldera.commands.generate:main",
+    "verl.trainer.main_generation_server": "caldera.commands.generation_server:main",
+    "verl.trainer.main_eval": "caldera.commands.eval:main",
     "verl.trainer.fsdp_sft_trainer": "caldera.trainer.fsdp_sft_trainer:CLASSIC.main",
     "verl.trainer.sft_trainer": "caldera.trainer.sft_trainer:CONVERSATIONS.main",
     "verl.trainer.sft_trainer_ray": "caldera.trainer.sft_trainer_ray:ON_RAY.main",
-    "verl.model_merger": "caldera.commands.merging.command:main",
+    "verl.model_merger": "caldera.commands.merge:main",
 }
 """What `python3 -m` runs."""
 
@@ -192,9 +192,9 @@ ENTRIES = {
     "verl.trainer.main_ppo": _same("caldera.trainer.main_ppo", "main", "run_ppo")
     | _same("caldera.trainer.ppo.setup", "TaskRunner"),
     "verl.trainer.main_ppo_v0": _same("caldera.trainer.main_ppo", "main", "run_ppo"),
-    "verl.trainer.main_generation": _same("caldera.commands.generation.command", "main"),
-    "verl.trainer.main_generation_server": _same("caldera.commands.generation.served", "main"),
-    "verl.trainer.main_eval": _same("caldera.commands.evaluation.command", "main"),
+    "verl.trainer.main_generation": _same("caldera.commands.generate", "main"),
+    "verl.trainer.main_generation_server": _same("caldera.commands.generation_server", "main"),
+    "verl.trainer.main_eval": _same("caldera.commands.eval", "main"),
     "verl.trainer.fsdp_sft_trainer": {"main": ENTRY_POINTS["verl.trainer.fsdp_sft_trainer"]},
     "verl.trainer.sft_trainer": {"main": ENTRY_POINTS["verl.trainer.sft_trainer"]},
     "verl.trainer.sft_trainer_ray": {"main": ENTRY_POINTS["verl.trainer.sft_trainer_ray"]},

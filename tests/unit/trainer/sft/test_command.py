@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from caldera.commands.evaluation.command import EVALUATE, load_evaluation, run_eval
+from caldera.commands.eval import EVALUATE, load_evaluation, run_eval
 from caldera.trainer.fsdp_sft_trainer import CLASSIC
 from caldera.trainer.main_ppo import main as train
 from caldera.trainer.sft import setup

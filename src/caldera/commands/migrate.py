@@ -17,9 +17,9 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from caldera.commands.evaluation.command import EVALUATE, load_evaluation
-from caldera.commands.generation.command import GENERATE, load_generation
-from caldera.commands.migration.script import Launch, Script, is_of_shell, plain, quoted, stand_in
+from caldera.commands.eval import EVALUATE, load_evaluation
+from caldera.commands.generate import GENERATE, load_generation
+from caldera.commands.launch_script import Launch, Script, is_of_shell, plain, quoted, stand_in
 from caldera.config import compose_config, config_to_dict, known_keys
 from caldera.config.fields import check_values, default_of, shown, walk
 from caldera.config.loader import CONFIG_DIR, ENGINE_GROUP, read_override

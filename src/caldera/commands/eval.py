@@ -16,6 +16,7 @@ from caldera.trainer.entry import ConfigCommand
 if TYPE_CHECKING:
     from caldera.reward.custom import ScoreFunction
 
+
 EVALUATE = ConfigCommand(
     prog="caldera eval",
     description="""\
@@ -45,7 +46,7 @@ class Positional:
 
 def run_eval(config: EvaluationConfig) -> None:
     """Score the file, and tell what was found."""
-    from caldera.commands.evaluation.run import evaluate, print_scores
+    from caldera.commands.evaluation import evaluate, print_scores
     from caldera.reward.custom import get_custom_reward_fn
     from caldera.reward.default import score_by_data_source
     from caldera.reward.prime import ProcessScoring

@@ -99,8 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         _check_merge(parsed)
-        from caldera.commands.merging.merge import MergeOptions, compare, merge
-        from caldera.commands.merging.source import Reading
+        from caldera.commands.merging import MergeOptions, Reading, compare, merge
 
         reading = Reading(
             parsed.is_value_model,

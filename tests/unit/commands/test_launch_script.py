@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from caldera.commands.migration.script import Script, literal, plain, quoted
+from caldera.commands.launch_script import Script, literal, plain, quoted
 
 RUN = 'run() { printf "%s\\0" "$@" "${HELD-}" >words; }\n'
 

@@ -41,7 +41,7 @@ def load_generation(
 
 def run_generation(config: GenerationConfig) -> None:
     """Sample as the config says."""
-    from caldera.commands.generation.run import generate  # torch takes seconds to import
+    from caldera.commands.generation import generate  # torch takes seconds to import
 
     generate(config)
 

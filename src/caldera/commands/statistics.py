@@ -6,8 +6,7 @@ from the n that are there, so nothing depends on their order:
     mean@n    the score of an answer
     pass@k    whether one of k answers passes, without bias (Chen et al., 2021)
     best@k    the score of the best of k answers
-    maj@k     the score of the answer that most of k give; ties count by halves
-"""
+    maj@k     the score of the answer that most of k give; ties count by halves"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from caldera.commands.generation.command import run_generation
+from caldera.commands.generate import run_generation
 from caldera.config import PPOTrainerConfig, compose_config
 from caldera.config.fields import check_values, default_of, shown, walk
 from caldera.config.generation_checks import check_generation

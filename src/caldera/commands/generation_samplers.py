@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from caldera.commands.generation.run import Questions
+from caldera.commands.generation import Questions
 from caldera.config import ModelConfig, RolloutConfig
 from caldera.config.offline import GenerationConfig
 from caldera.data import hf_tokenizer, object_array

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from caldera.cli import main
-from caldera.commands.doctor import command, engines, machine, software
-from caldera.commands.doctor.command import Finding, State, broken, doubtful, ok
-from caldera.commands.doctor.software import Library, ask, ask_each
+from caldera.commands import doctor
+from caldera.commands.doctor import Finding, Library, State, ask, ask_each, broken, doubtful, ok
 from caldera.installation import install_command
 
 Install = Callable[[str, str], None]
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -74,59 +73,59 @@ def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
     ],
 )
 def test_what_becomes_of_a_library(found: Library | None, is_needed: bool, state: State) -> None:
-    wanted = software.Wanted("torch", "extra", (2, 11))
-    finding = software.library("torch", found, wanted, is_needed)
+    wanted = doctor.Wanted("torch", "extra", (2, 11))
+    finding = doctor.library("torch", found, wanted, is_needed)
     assert finding.state is state
     if state is not State.OK:
         assert finding.fix == install_command("extra")
 
 
 def test_versions_are_compared_by_their_numbers() -> None:
-    assert software.numbers("2.13.0+cpu") == (2, 13, 0)
-    assert software.numbers("5.12.0rc1") == (5, 12)
+    assert doctor.numbers("2.13.0+cpu") == (2, 13, 0)
+    assert doctor.numbers("5.12.0rc1") == (5, 12)
 
 
 def test_the_cluster_that_is_named_must_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert not list(software.check_cluster())
+    assert not list(doctor.check_cluster())
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        assert [finding.state for finding in software.check_cluster()] == [State.OK]
-    assert [finding.state for finding in software.check_cluster()] == [State.BROKEN]
+        assert [finding.state for finding in doctor.check_cluster()] == [State.OK]
+    assert [finding.state for finding in doctor.check_cluster()] == [State.BROKEN]
     monkeypatch.setenv("RAY_ADDRESS", "nonsense")
-    (finding,) = software.check_cluster()
+    (finding,) = doctor.check_cluster()
     assert finding.state is State.BROKEN
-    (ray,) = (f for f in software.check_libraries({}) if f.name == "ray")
+    (ray,) = (f for f in doctor.check_libraries({}) if f.name == "ray")
     assert ray.state is State.BROKEN
 
 
 def test_an_engine_is_missed_where_it_is_looked_for(install: Install) -> None:
-    (alone,) = engines.check_engine_python(Path(sys.executable))
+    (alone,) = doctor.check_engine_python(Path(sys.executable))
     assert alone.state is State.BROKEN
     assert alone.fix == f"{sys.executable} -m pip install vllm==0.32.0"
     install("vllm", "")  # 1.2.3
-    (finding,) = engines.check_engine_python(Path(sys.executable))
+    (finding,) = doctor.check_engine_python(Path(sys.executable))
     assert finding.state is State.DOUBTFUL
     assert finding.told == "1.2.3, where 0.32.0 is what it is tested with"
     assert finding.fix == f"{sys.executable} -m pip install vllm==0.32.0"
 
 
 def test_which_engines_fit() -> None:
-    absent = list(engines.check_engines({}))
+    absent = list(doctor.check_engines({}))
     assert [f.state for f in absent] == [State.ABSENT, State.ABSENT]
     assert [f.told for f in absent] == [
         "not installed; 0.32.0 fits", "not installed; 0.5.20 fits"
     ]  # fmt: skip
     assert "pip install sglang==0.5.20" in str(absent[1].fix)
     there = {"vllm": Library("0.32.4+cpu", None), "sglang": Library("0.4.9", None)}
-    assert [f.state for f in engines.check_engines(there)] == [State.OK, State.DOUBTFUL]
+    assert [f.state for f in doctor.check_engines(there)] == [State.OK, State.DOUBTFUL]
 
 
 def test_the_environments_of_engines_are_made_with_what_fits() -> None:
     script = (ROOT / "scripts" / "engine_venv.py").read_text()
-    assert f'VLLM = "{engines.TESTED["vllm"]}"' in script
-    assert f'SGLANG = "{engines.TESTED["sglang"]}"' in script
+    assert f'VLLM = "{doctor.TESTED["vllm"]}"' in script
+    assert f'SGLANG = "{doctor.TESTED["sglang"]}"' in script
 
 
 def test_a_driver_beside_a_torch_for_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,43 +136,43 @@ def test_a_driver_beside_a_torch_for_cpus(tmp_path: Path, monkeypatch: pytest.Mo
     program.write_text("#!/bin/sh\necho 580.1\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    (finding,) = engines.check_cuda()
+    (finding,) = doctor.check_cuda()
     assert finding.state is State.BROKEN
     assert finding.told == f"driver 580.1, but torch {torch.__version__} is for CPUs"
     program.write_text("#!/bin/sh\necho no devices were found; exit 6\n")
-    (finding,) = engines.check_cuda()
+    (finding,) = doctor.check_cuda()
     assert finding.state is State.ABSENT
 
 
 def test_room_on_disk(tmp_path: Path) -> None:
     later = tmp_path / "not" / "yet"
-    assert machine.room("disk", later, 1, 1, "df").state is State.OK
-    assert machine.room("disk", later, 2**80, 1, "df").state is State.DOUBTFUL
-    assert machine.room("disk", later, 2**80, 2**80, "df").state is State.BROKEN
+    assert doctor.room("disk", later, 1, 1, "df").state is State.OK
+    assert doctor.room("disk", later, 2**80, 1, "df").state is State.DOUBTFUL
+    assert doctor.room("disk", later, 2**80, 2**80, "df").state is State.BROKEN
     assert not later.exists()
 
 
 def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert [f.state for f in machine.check_hub()] == [State.OK]
+    assert [f.state for f in doctor.check_hub()] == [State.OK]
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        (finding,) = machine.check_hub()
+        (finding,) = doctor.check_hub()
         assert (finding.state, finding.told) == (State.OK, f"{endpoint} can be reached")
-    assert [f.state for f in machine.check_hub()] == [State.DOUBTFUL]
+    assert [f.state for f in doctor.check_hub()] == [State.DOUBTFUL]
 
 
 def test_this_machine_has_ports_and_samples() -> None:
-    assert next(iter(machine.check_ports())).state is State.OK
-    findings = list(engines.check_native())
+    assert next(iter(doctor.check_ports())).state is State.OK
+    findings = list(doctor.check_native())
     assert [finding.state for finding in findings] == [State.OK, State.OK], findings
 
 
 def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    sampler, kernels = engines.check_native()
+    sampler, kernels = doctor.check_native()
     assert sampler.state is State.OK
     assert (kernels.name, kernels.state) == ("kernels for the CPU", State.ABSENT)
     assert "there is no C++ compiler" in kernels.told
@@ -187,9 +186,9 @@ def test_a_check_that_cannot_import_what_it_needs(monkeypatch: pytest.MonkeyPatc
     def check_disk() -> Iterator[Finding]:
         raise OSError("libcudart.so: not there\nand more")
 
-    monkeypatch.setattr(command, "ask_each", lambda python, modules: {})
-    monkeypatch.setattr(command, "MACHINE", (check_sandbox, check_disk))
-    findings = command.examine(None)
+    monkeypatch.setattr(doctor, "ask_each", lambda python, modules: {})
+    monkeypatch.setattr(doctor, "MACHINE", (check_sandbox, check_disk))
+    findings = doctor.examine(None)
     assert [(f.name, f.state) for f in findings[-3:]] == [
         ("first", State.OK), ("sandbox", State.BROKEN), ("disk", State.BROKEN)
     ]  # fmt: skip
@@ -206,7 +205,7 @@ def test_the_command(
     findings = [ok("one", "fine"), doubtful("two", "so so", "mend it")]
     if is_broken:
         findings.append(broken("three", "gone", "buy it"))
-    monkeypatch.setattr(command, "examine", lambda engine_python: findings)
+    monkeypatch.setattr(doctor, "examine", lambda engine_python: findings)
     assert main(["doctor", *(["--json"] if as_json else [])]) == int(is_broken)
     out = capsys.readouterr().out
     if as_json:

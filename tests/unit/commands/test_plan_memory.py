@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from caldera.commands.planning.memory import Held, Pass, Sampler, inference, sampling, training
-from caldera.commands.planning.plan import ModelShape
+from caldera.commands.plan_memory import Held, Pass, Sampler, inference, sampling, training
+from caldera.commands.planning import ModelShape
 from caldera.config import FSDPConfig, ModelConfig, OptimizerConfig
 from caldera.core_algos import LossScale
 from caldera.engine import ForwardPlan, LocalEngine, Outputs

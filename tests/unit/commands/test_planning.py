@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from caldera.cli import main
-from caldera.commands.planning.command import _config
-from caldera.commands.planning.plan import GIB, Plan, device_bytes, make_plan
-from caldera.commands.planning.report import _size
+from caldera.commands.plan import _config
+from caldera.commands.plan_report import _size
+from caldera.commands.planning import GIB, Plan, device_bytes, make_plan
 from caldera.errors import ConfigError, UnsupportedError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from caldera.commands.evaluation.run import Question, _outcome, tells_predictions
+from caldera.commands.evaluation import Question, _outcome, tells_predictions
 from caldera.config import compose_config
 from caldera.config.fields import check_values
 from caldera.config.offline import EvaluationConfig

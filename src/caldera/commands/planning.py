@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
-from torch import Tensor, nn
-from transformers import PreTrainedConfig
-
-from caldera.commands.planning.memory import (
+from caldera.commands.plan_memory import (
     STATES,
     Held,
+    ModelShape,
     Parts,
+    Pass,
     Sampler,
     inference,
     sampling,
     training,
-)
-from caldera.commands.planning.report import (
-    StepBatches,
-    forward_cut,
-    log_prob_cut,
-    step_batches,
-    update_cut,
 )
 from caldera.config import (
     FSDPConfig,
@@ -31,94 +23,136 @@ from caldera.config import (
     needs_reference,
     resolve_for_machine,
 )
-from caldera.config.strategies import roles
+from caldera.config.strategies import model_parallel_size, roles, sequence_parallel_size
 from caldera.errors import ConfigError, UnsupportedError
-from caldera.models.flops import Arithmetic
-from caldera.models.forward import base_module
 from caldera.models.loading import DTYPES, shape_of_classifier, shape_of_policy
 from caldera.rollout.native.parallel.sharding import check_sizes, planned_layers
 from caldera.trainer.main_ppo import check_responses
 
-# ---- The sizes of a model that decide how much memory it takes
+# ---- How one step cuts its batch: prompts, samples, mini-batches, micro-batches, optimiser steps
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """Counts and widths; bytes are somebody else's."""
+class Cut:
+    """How a rank's rows of a batch become micro-batches, if all samples are as long as can be."""
 
-    parameters: int
-    trained: int
-    """Those that are not frozen."""
-    matrices: int
-    """Parameters of the decoder layers' matrices: those that are cast where computation is in
-    another precision than they are kept in."""
-    embeddings: int
-    """Parameters of the input embedding, and of the language head where that is not the same."""
-    head: int
-    """Parameters of the language head; 0 for a classifier."""
-    layers: int
-    hidden: int
-    inner: int
-    """Width between the matrices of a gated layer."""
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    is_tied: bool
-    """Whether the language head is the input embedding."""
-
-    @classmethod
-    def of(cls, module: nn.Module) -> ModelShape:
-        """Of a module that may be on the meta device."""
-        model = base_module(module)
-        whole: PreTrainedConfig = model.config
-        config = whole.get_text_config()
-        if not Arithmetic.of(module).is_known or not hasattr(config, "intermediate_size"):
-            raise UnsupportedError(
-                f"{type(model).__name__}: memory is worked out for dense decoders alone, not for "
-                "mixtures of experts"
-            )
-        parameters = list(module.parameters())
-        head = model.get_output_embeddings()
-        tables = [
-            cast(Tensor, part.weight)
-            for part in (model.get_input_embeddings(), head)
-            if part is not None
-        ]
-        embeddings = {id(table): table.numel() for table in tables}
-        count = sum(parameter.numel() for parameter in parameters)
-        vectors = sum(parameter.numel() for parameter in parameters if parameter.dim() < 2)
-        heads = config.num_attention_heads
-        return cls(
-            parameters=count,
-            trained=sum(p.numel() for p in parameters if p.requires_grad),
-            matrices=count - sum(embeddings.values()) - vectors,
-            embeddings=sum(embeddings.values()),
-            head=0 if head is None else head.weight.numel(),
-            layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            inner=config.intermediate_size,
-            heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            vocabulary=0 if head is None else config.vocab_size,
-            is_tied=head is not None and len(embeddings) == 1,
-        )
+    rows: int
+    """Samples of a rank that are cut."""
+    together: int
+    """Samples of the largest micro-batch."""
+    by_tokens: bool
+    length: int
+    """Tokens of a sample, prompt and answer."""
+    answer: int
+    sequence_parallel: int
+    """Ranks that share the tokens of a micro-batch."""
 
     @property
-    def attention_width(self) -> int:
-        return self.heads * self.head_dim
+    def micro_batches(self) -> int:
+        return -(-self.rows // self.together)
 
     @property
-    def kv_width(self) -> int:
-        """Of the keys of a token, and as much again of its values."""
-        return self.kv_heads * self.head_dim
+    def largest(self) -> Pass:
+        """The largest micro-batch, as a rank sees it."""
+        tokens, answers = self.together * self.length, self.together * self.answer
+        share = self.sequence_parallel
+        return Pass(-(-tokens // share), -(-answers // share), self.micro_batches > 1)
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """The numbers of one training step."""
+
+    prompts: int
+    n: int
+    ranks: int
+    copies: int
+    """Copies of the actor's model, among which samples are dealt."""
+    mini_batches: int
+    epochs: int
+    log_prob: Cut
+    update: Cut
 
     @property
-    def layer(self) -> int:
-        """Parameters of one decoder layer's matrices."""
-        return self.matrices // self.layers
+    def samples(self) -> int:
+        return self.prompts * self.n
 
+    @property
+    def samples_a_copy(self) -> int:
+        return self.samples // self.copies
+
+    @property
+    def samples_a_rank(self) -> int:
+        """Those that a rank samples."""
+        return -(-self.samples // self.ranks)
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.mini_batches * self.epochs
+
+
+def step_batches(config: PPOTrainerConfig) -> StepBatches:
+    """The numbers of a config whose checks have passed."""
+    parts, prompts = config.actor_rollout_ref, config.data.train_batch_size
+    actor, rollout = parts.actor, parts.rollout
+    ranks = (config.trainer.n_gpus_per_node or 1) * config.trainer.nnodes
+    copies = max(1, ranks // model_parallel_size(actor))
+    rows = prompts * rollout.n // copies
+    mini_batch = actor.ppo_mini_batch_size * rollout.n // copies
+    return StepBatches(
+        prompts=prompts,
+        n=rollout.n,
+        ranks=ranks,
+        copies=copies,
+        mini_batches=prompts // actor.ppo_mini_batch_size,
+        epochs=actor.ppo_epochs,
+        log_prob=log_prob_cut(config, rollout, actor, rows),
+        update=update_cut(config, actor, mini_batch),
+    )
+
+
+def log_prob_cut(config: PPOTrainerConfig, node: Any, computing: Any, rows: int) -> Cut:
+    """Of log-probs; `node` has the keys, `computing` is the role that computes."""
+    return _cut(
+        config,
+        computing,
+        rows,
+        node.log_prob_use_dynamic_bsz,
+        node.log_prob_micro_batch_size_per_gpu,
+        node.log_prob_max_token_len_per_gpu,
+    )
+
+
+def update_cut(config: PPOTrainerConfig, node: Any, rows: int) -> Cut:
+    """Of an update of the actor or of the critic."""
+    return _cut(
+        config,
+        node,
+        rows,
+        node.use_dynamic_bsz,
+        node.ppo_micro_batch_size_per_gpu,
+        node.ppo_max_token_len_per_gpu,
+    )
+
+
+def forward_cut(config: PPOTrainerConfig, node: Any, rows: int, size: int | None) -> Cut:
+    """Of a forward pass of the critic or of the reward model."""
+    dynamic, tokens = node.use_dynamic_bsz, node.forward_max_token_len_per_gpu
+    return _cut(config, node, rows, dynamic, size, tokens)
+
+
+def _cut(
+    config: PPOTrainerConfig, node: Any, rows: int, by_tokens: bool, size: int | None, tokens: int
+) -> Cut:
+    rollout, sequence_parallel = config.actor_rollout_ref.rollout, sequence_parallel_size(node)
+    length = rollout.prompt_length + rollout.response_length
+    most = tokens * sequence_parallel // length if by_tokens else size
+    assert most, "the config's check has seen that a sample has room"
+    together = max(1, min(rows, most))
+    return Cut(rows, together, by_tokens, length, rollout.response_length, sequence_parallel)
+
+
+# ---- The plan
 
 GIB = 2**30
 FROZEN = -1

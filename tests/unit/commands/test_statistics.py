@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from caldera.commands.evaluation.statistics import (
+from caldera.commands.statistics import (
     PromptScores,
     best_at_k,
     compare,

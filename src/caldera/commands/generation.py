@@ -1,4 +1,4 @@
-"""Generate answers to the prompts of a file, or go on where an earlier run was ended."""
+"""Generate responses to the prompts of a file, or resume where an earlier run was ended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from caldera.trainer.bundle import write_bundle
 from caldera.trainer.secrets import masked_values
 
 if TYPE_CHECKING:
-    from caldera.commands.generation.sampling import MakeGroups
+    from caldera.commands.generation_samplers import MakeGroups
+
 
 logger = logging.getLogger(__name__)
 
@@ -273,14 +274,14 @@ def _answers(
 ) -> AbstractContextManager[Answers]:
     if config.rollout.url is not None:
         try:
-            from caldera.commands.generation.sampling import ServerAnswers
+            from caldera.commands.generation_samplers import ServerAnswers
         except ModuleNotFoundError as error:
             raise UnsupportedError(
                 f"rollout.url={config.rollout.url!r}: asking a server needs the package "
                 f"{error.name}: {install_command('serve')}"
             ) from error
         return ServerAnswers(config, questions)
-    from caldera.commands.generation.sampling import Samplers
+    from caldera.commands.generation_samplers import Samplers
     from caldera.trainer.groups import local_groups, timeout_of
 
     if make_groups is None:

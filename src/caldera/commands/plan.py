@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> None:
         nonlocal fits
         config = _config(overrides, arguments.config_name, arguments.config_path)
-        from caldera.commands.planning.plan import device_bytes, make_plan
-        from caldera.commands.planning.report import show
+        from caldera.commands.plan_report import show
+        from caldera.commands.planning import device_bytes, make_plan
 
         plan = make_plan(config, device_bytes(arguments.device))
         show(plan, arguments.device)

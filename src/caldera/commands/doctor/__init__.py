@@ -1,1 +1,0 @@
-"""What of a machine works for Caldera, and how to mend the rest."""

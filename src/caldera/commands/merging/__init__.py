@@ -1,1 +1,0 @@
-"""`caldera merge`: a Hugging Face folder out of a checkpoint."""

@@ -1,1 +1,0 @@
-"""`caldera migrate`: what becomes of a launch script of verl's."""

@@ -1,1 +1,0 @@
-"""What a run will do and need, worked out before it starts."""
