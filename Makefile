@@ -63,13 +63,13 @@ vllm: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 $(VENV)/.stamp-tracking .venv-vl
 sglang: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 .venv-sglang/.stamp ## Tests of rollout.name=sglang on this CPU
 	CALDERA_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(PYTEST) tests/sglang --timeout=300
 
-lint: $(VENV)/.stamp-dev ## Style, formatting, types, layering and size; changes nothing
+lint: $(VENV)/.stamp-dev ## Style, formatting, types, layering; a report of sizes; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mdformat --check $(MARKDOWN)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python scripts/check_size.py
+	$(BIN)/python scripts/report_sizes.py
 	$(BIN)/python scripts/check_commits.py
 
 format: $(VENV)/.stamp-dev ## Format code and docs, and fix what ruff can fix
