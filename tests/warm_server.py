@@ -21,12 +21,13 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
 
 import numpy
 
 IMPORTED = (
-    "caldera.cli", "caldera.trainer.ppo.setup", "caldera.trainer.sft.setup", "pyarrow.parquet",
-    "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama",
+    "caldera.cli", "caldera.trainer.ppo.setup", "caldera.trainer.sft.setup", "pyarrow.dataset",
+    "pyarrow.parquet", "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 PR_SET_PDEATHSIG = 1
 MOST = 1 << 20
@@ -129,11 +130,14 @@ def main() -> None:
     sys.path[:0] = own[1:]
     for name in IMPORTED:
         importlib.import_module(name)
+    _start_fork_server()
+    _load_a_config()
     gc.collect()
     gc.freeze()
     command = Server(sys.argv[1]).wait_for_command()
     if command is None:
         return
+    _keep_fork_server()
     os.chdir(command.folder)
     os.environ.clear()
     os.environ.update(command.environment)
@@ -146,6 +150,26 @@ def main() -> None:
     sys.orig_argv[1:] = command.arguments
     sys.modules.pop(module, None)  # it is going to be __main__
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _start_fork_server() -> None:
+    """Runs of several ranks share one server of processes, which has imported what ranks need."""
+    from caldera.single_controller.processes import PRELOADED
+
+    forkserver.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+
+
+def _load_a_config() -> None:
+    """The first one takes longer than others: its grammar is worked out on the way."""
+    from caldera.config import PPOTrainerConfig, compose_config
+
+    compose_config([], "ppo_trainer", None, PPOTrainerConfig)
+
+
+def _keep_fork_server() -> None:
+    """It runs as long as the warm server does. Only its parent could ask the system whether."""
+    forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None
 
 
 if __name__ == "__main__":

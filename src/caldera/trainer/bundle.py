@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -183,10 +184,15 @@ def surroundings() -> dict[str, Any]:
         "git": _git_state(Path(caldera.__file__).parent),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": dict(
-            sorted({str(d.name): d.version for d in distributions() if d.name}.items())
-        ),
+        "packages": _packages(),
     }
+
+
+@cache
+def _packages() -> dict[str, str]:
+    """Name -> version of all that is installed. Each is read once, for that takes long."""
+    found = (distribution.metadata for distribution in distributions())
+    return dict(sorted({str(m["Name"]): m["Version"] for m in found if m["Name"]}.items()))
 
 
 def variables(prefixes: Sequence[str]) -> dict[str, str]:
