@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -64,8 +65,23 @@ class WarmPython:
 
     def command(self, module: str, *arguments: str) -> list[str]:
         """Stands for `python -m MODULE ARGUMENTS`."""
+        return [*self._python(), "-m", module, *arguments]
+
+    def programs(self) -> str:
+        """A folder for PATH, where `python3` is this one for all that begins with -m."""
+        folder = self._folder / "programs"
+        if not folder.exists():
+            folder.mkdir()
+            warm = shlex.join(self._python())
+            (folder / "python3").write_text(
+                f'#!/bin/sh\n[ "$1" = -m ] && exec {warm} "$@"\nexec {sys.executable} "$@"\n'
+            )
+            (folder / "python3").chmod(0o700)
+        return str(folder)
+
+    def _python(self) -> list[str]:
         if not hasattr(os, "pidfd_open"):  # which the server needs, and some Pythons lack
-            return [sys.executable, "-m", module, *arguments]
+            return [sys.executable]
         here, address = Path(__file__).parent, self._folder / "socket"
         if self._server is None:
             self._server = subprocess.Popen(
@@ -76,8 +92,7 @@ class WarmPython:
                 assert self._server.poll() is None, "the server could not start"
                 time.sleep(0.01)
         assert self._server.poll() is None, "the server has ended, and its processes with it"
-        client = [sys.executable, "-I", "-S", here / "warm_client.py", address]
-        return [*map(str, client), "-m", module, *arguments]
+        return [sys.executable, "-I", "-S", str(here / "warm_client.py"), str(address)]
 
     def close(self) -> None:
         if self._server is not None:

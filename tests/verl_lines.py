@@ -107,9 +107,10 @@ def bash(
 ) -> subprocess.CompletedProcess[str]:
     """A line as a shell takes it, with a user's own keys behind it. It must succeed."""
     paths = (REPOSITORY / "src", REPOSITORY / "compat/verl/src", folder)
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    folders = (lab.warm.programs(), str(Path(sys.executable).parent), os.environ["PATH"])
     environment = lab.environment | {
-        "PATH": programs, "PYTHONPATH": ":".join(map(str, paths)), "PYTHONUNBUFFERED": "1",
+        "PATH": os.pathsep.join(folders), "PYTHONPATH": ":".join(map(str, paths)),
+        "PYTHONUNBUFFERED": "1",
         "DATA": str(lab.folder), "MODEL": str(lab.model), "WANDB_MODE": "offline",
     }  # fmt: skip
     done = subprocess.run(
