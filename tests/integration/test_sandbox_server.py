@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import pytest
@@ -17,6 +17,7 @@ from caldera.config.reward import SandboxFusionConfig
 from caldera.errors import RewardError
 from caldera.reward import default
 from caldera.reward.default import default_score_function
+from caldera.reward.scoring import ThreadScoring
 from caldera.sandbox import Limits, Sandbox, SandboxFusionClient, fusion, server
 from caldera.sandbox.server import SandboxServer
 
@@ -142,6 +143,26 @@ def test_time_in_the_queue_is_neither_the_programs_nor_the_clients(
         right = threads.submit(asked.check, RIGHT, TESTS, queued)
         outcome = right.result(PATIENCE)
     assert outcome is not None and outcome.ok
+
+
+@pytest.mark.parametrize("where", ["here", "server"])
+def test_sleeping_programs_do_not_take_the_time_of_the_right_one(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """It waits longer for its turn than a score function may take."""
+    limits = replace(LIMITS, wall_seconds=1.0)
+    with Sandbox(limits, slots=1) as sandbox, SandboxServer(sandbox, "127.0.0.1", 0) as served:
+        threading.Thread(target=served.serve_forever, args=(0.05,), daemon=True).start()
+        monkeypatch.setattr(default, "_sandbox", lambda *given: sandbox)
+        config = SandboxFusionConfig(url=served.url if where == "server" else None)
+        scoring = ThreadScoring(default_score_function(config), timeout=2.5, num_workers=4)
+        answers = [SLEEPER, SLEEPER, SLEEPER, RIGHT]
+        given = {"data_source": "mbpp", "ground_truth": TRUTH}
+        scores = [scoring.submit(given | {"solution_str": code}, "row") for code in answers]
+        wait(scores)
+        served.shutdown()
+    assert [future.exception() for future in scores] == [None] * 4
+    assert [future.result()["score"] for future in scores] == [0.0, 0.0, 0.0, 1.0]
 
 
 def test_what_nobody_waits_for_any_more_is_dropped_and_killed(served: SandboxServer) -> None:

@@ -6,15 +6,17 @@ import atexit
 import os
 import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 from caldera.config.reward import SandboxFusionConfig
 from caldera.errors import ConfigError
 from caldera.reward.custom import ScoreFunction
+from caldera.reward.scoring import in_a_queue
 from caldera.reward_score import Score, default_compute_score
 from caldera.reward_score.code_tests import Program, ProgramResult
-from caldera.sandbox import Limits, Sandbox, SandboxFusionClient
+from caldera.sandbox import Limits, Outcome, Sandbox, SandboxFusionClient
 
 __all__ = ["default_score_function", "score_by_data_source", "scores_by_source"]
 
@@ -60,31 +62,35 @@ def _run_tests(config: SandboxFusionConfig, programs: Sequence[Program]) -> Iter
     """One by one, since whoever reads may stop at the first that fails."""
     if config.url is not None:
         client = _client(config.url, config.max_concurrent, config.memory_limit_mb)
-        for program in programs:
-            yield _run_on_server(client, program)
-        return
-    sandbox = _sandbox(config.max_concurrent, config.memory_limit_mb)
+        run = partial(_run_on_server, client)
+    else:
+        run = partial(_run_here, _sandbox(config.max_concurrent, config.memory_limit_mb))
     for program in programs:
-        if program.asserts:
-            outcome = sandbox.check(program.source, program.asserts)
-        else:
-            outcome = sandbox.run(program.source, program.stdin)
+        # Programs of other answers may come first, and each program has a time limit of its own.
+        with in_a_queue() as count:
+            outcome = run(program)
+            count(outcome.seconds)
         yield ProgramResult(outcome.stdout, outcome.ok)
 
 
-def _run_on_server(client: SandboxFusionClient, program: Program) -> ProgramResult:
+def _run_here(sandbox: Sandbox, program: Program) -> Outcome:
+    if program.asserts:
+        return sandbox.check(program.source, program.asserts)
+    return sandbox.run(program.source, program.stdin)
+
+
+def _run_on_server(client: SandboxFusionClient, program: Program) -> Outcome:
     """Where a server only runs programs, asserts run after the program, in its own process."""
     if not program.asserts:
-        outcome = client.run(program.source, program.stdin)
-        return ProgramResult(outcome.stdout, outcome.ok)
-    judged = client.check(program.source, program.asserts)
-    if judged is not None:
-        return ProgramResult(judged.stdout, judged.ok)
+        return client.run(program.source, program.stdin)
+    if judged := client.check(program.source, program.asserts):
+        return judged
     mark = secrets.token_hex(16)  # a program that ends before its asserts do cannot print it
     rest = RUN_ASSERTS.format(asserts=program.asserts, mark=mark)
     outcome = client.run(f"{program.source}\n{rest}", program.stdin)
     stdout, found, _ = outcome.stdout.rpartition(f"{mark}\n")
-    return ProgramResult(stdout, outcome.ok and bool(found))
+    status = outcome.status if found or not outcome.ok else "failed"
+    return replace(outcome, stdout=stdout, status=status)
 
 
 @cache

@@ -15,16 +15,25 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from caldera.errors import RewardError
 from caldera.reward.explaining import explain, guard_exit, no_exit
 
-__all__ = ["CallTimeout", "Scoring", "ScoringLimits", "ThreadScoring", "attempt"]
+__all__ = [
+    "CallTimeout",
+    "RunTime",
+    "Scoring",
+    "ScoringLimits",
+    "ThreadScoring",
+    "attempt",
+    "in_a_queue",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +78,53 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[A
     return future
 
 
+class RunTime:
+    """The seconds of a call that count towards its time limit: those in a queue do not."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._waited = 0.0
+        self._since: float | None = None  # when the wait under way began
+        self._lock = threading.Lock()
+        self.is_over = False
+        """Whether the call has been given up."""
+
+    def stop(self) -> None:
+        with self._lock:
+            self._since = time.monotonic()
+
+    def go_on(self, counted: float) -> None:
+        """Of the time since `stop`, `counted` seconds were no wait."""
+        with self._lock:
+            assert self._since is not None, "it stands still"
+            self._waited += max(0.0, time.monotonic() - self._since - counted)
+            self._since = None
+
+    def seconds(self) -> float:
+        with self._lock:
+            now = time.monotonic() if self._since is None else self._since
+            return now - self._begun - self._waited
+
+
+_run_time: ContextVar[RunTime | None] = ContextVar("run time of the call", default=None)
+
+
+@contextmanager
+def in_a_queue() -> Iterator[Callable[[float], None]]:
+    """The time in here does not count towards the limit of the call that this thread is in: what is
+    done has a limit of its own, and may have to wait for its turn first. Gives a function that
+    takes the seconds that were no wait, which do count."""
+    clock = _run_time.get() or RunTime()
+    if clock.is_over:
+        raise RewardError("nobody waits for the score any more")
+    counted: list[float] = []
+    clock.stop()
+    try:
+        yield counted.append
+    finally:
+        clock.go_on(sum(counted))
+
+
 class _Call:
     """A call that is answered once: by its function, or by the clock."""
 
@@ -83,6 +139,8 @@ class _Call:
         self._lock = threading.Lock()
         self._has_left_its_thread = False
         self._is_too_late = False
+        self.clock: RunTime | None = None
+        """Set when it begins."""
         # Of `ThreadScoring`, under its lock:
         self.begun = 0.0
         self.has_returned = False
@@ -121,6 +179,8 @@ class _Call:
             if self.future.done():
                 return False
             self._is_too_late = not self._has_left_its_thread
+            if self.clock is not None:
+                self.clock.is_over = True
             with suppress(InvalidStateError):
                 self.future.set_exception(CallTimeout(seconds))
             if self._awaited is not None:
@@ -137,10 +197,11 @@ def _is_awaitable(returned: Future[Any]) -> bool:
     return looked.exception() is None and bool(looked.result())
 
 
-def _call_in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+def _call_in_thread(function: Callable[..., Any], call: _Call) -> Any:
+    _run_time.set(call.clock)
     try:
         with no_exit():
-            return function(**arguments)
+            return function(**call.arguments)
     except (SystemExit, KeyboardInterrupt) as error:
         # The function's own: Ctrl-C raises in the main thread, and no other.
         raise RewardError(explain(error)) from error
@@ -199,12 +260,13 @@ class ThreadScoring:
             if self._admit is not None:
                 self._admit()
             call.begun = time.monotonic()
+            call.clock = RunTime()
             # A call that has been answered need not be kept until its time is over.
             if self._timeout is not None:
                 _watch().call_later(self._timeout, self._expire, weakref.ref(call))
             if self._most_beside:
                 _watch().call_later(SLOW_SECONDS, self._look, weakref.ref(call))
-            returned = attempt(_call_in_thread, self._function, call.arguments)
+            returned = attempt(_call_in_thread, self._function, call)
             has_place = self._count(call)
             if not call.leave_thread(returned) or not has_place:
                 return  # another thread has taken this one's place
@@ -256,7 +318,14 @@ class ThreadScoring:
     def _expire(self, reference: weakref.ref[_Call]) -> None:
         call = reference()
         assert self._timeout is not None, "only a call with a time limit is watched"
-        if call is None or not call.expire(self._timeout):
+        if call is None:
+            return
+        assert call.clock is not None, "it has begun"
+        left = self._timeout - call.clock.seconds()
+        if left > 0:  # it has waited in a queue
+            _watch().call_later(max(left, SLOW_SECONDS), self._expire, reference)
+            return
+        if not call.expire(self._timeout):
             return
         logger.warning(
             "%s: the score function has not come back after %g s. Its thread cannot be stopped and "

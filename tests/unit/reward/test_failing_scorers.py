@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from datetime import date
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from caldera.errors import RewardError
 from caldera.protocol import DataProto
 from caldera.reward import NaiveRewardManager, compute_reward
-from caldera.reward.scoring import ScoringLimits, ThreadScoring
+from caldera.reward.scoring import CallTimeout, ScoringLimits, ThreadScoring, in_a_queue
 from caldera.tracking.dumps import json_line
 
 MakeData = Callable[..., DataProto]
@@ -228,6 +229,21 @@ def test_calls_that_hang_do_not_wait_for_each_other() -> None:
     scoring = ThreadScoring(hang, 300.0, num_workers=1)
     futures = [scoring.submit({"row": row}, f"row {row}") for row in range(16)]
     assert [future.result() for future in futures] == list(range(16))
+
+
+def test_time_in_a_queue_is_not_that_of_the_call() -> None:
+    def score(counted: float) -> str:
+        with in_a_queue() as count:
+            time.sleep(0.5)
+            count(counted)
+        if counted:
+            threading.Event().wait(60)
+        return "scored"
+
+    scoring = ThreadScoring(score, timeout=0.2)
+    assert scoring.submit({"counted": 0.0}, "row 0").result() == "scored"
+    with pytest.raises(CallTimeout):
+        scoring.submit({"counted": 0.5}, "row 1").result()
 
 
 def test_a_slow_first_call_is_waited_for() -> None:
