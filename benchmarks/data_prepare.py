@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from caldera.data import hf_tokenizer
 from caldera.data.prepare import LengthLimit, prepare
-from caldera.data.prepare.gsm8k import INSTRUCTION
+from caldera.data.prepare.mathematics import INSTRUCTION
 
 SLICE = Path(__file__).parents[1] / "tests/data/raw/gsm8k"
 

@@ -25,7 +25,7 @@ from caldera.demo.arithmetic import DATA_SOURCE
 from caldera.demo.run import COMMON, TINY, prepare_tiny
 from caldera.tracking import Series, svg_curve
 from caldera.tracking.dumps import write_text_atomic
-from caldera.tracking.report_data import read_metrics
+from caldera.tracking.report import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PICTURES = REPOSITORY / "docs/assets/curves"

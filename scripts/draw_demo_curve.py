@@ -7,7 +7,7 @@ from pathlib import Path
 
 from caldera.tracking import Series, svg_curve
 from caldera.tracking.dumps import write_text_atomic
-from caldera.tracking.report_data import read_metrics
+from caldera.tracking.report import read_metrics
 
 
 def main(run: Path, out: Path) -> None:

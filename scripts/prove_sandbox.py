@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from caldera.data.prepare.humaneval import helpers_of
+from caldera.data.prepare.programming import helpers_of
 from caldera.sandbox import Limits, Outcome, Sandbox
 
 

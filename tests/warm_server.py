@@ -26,7 +26,7 @@ from multiprocessing import forkserver
 import numpy
 
 IMPORTED = (
-    "caldera.cli", "caldera.trainer.ppo.setup", "caldera.trainer.sft.setup", "pyarrow.dataset",
+    "caldera.cli", "caldera.trainer.ppo.setup", "caldera.trainer.sft", "pyarrow.dataset",
     "pyarrow.parquet", "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 PR_SET_PDEATHSIG = 1

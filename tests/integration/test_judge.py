@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from caldera.data.prepare.humaneval import humaneval_row
-from caldera.data.prepare.mbpp import mbpp_row
 from caldera.data.prepare.preparer import HubTable, Source
+from caldera.data.prepare.programming import humaneval_row, mbpp_row
 from caldera.sandbox import Limits, Sandbox
 
 CODE = Path(__file__).parents[1] / "data/code"

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from caldera.config import SFTTrainerConfig, load_supervised_config
-from caldera.trainer.sft.setup import run
+from caldera.trainer.sft import run
 from caldera.workers.supervised import FINE_TUNING
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from caldera.config.loader import SCHEMAS, load_supervised_config
-from caldera.trainer.sft.setup import run
+from caldera.trainer.sft import run
 from caldera.workers.preference import DIRECT
 from caldera.workers.supervised import FINE_TUNING, Objective
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from caldera.config import SFTTrainerConfig, load_supervised_config
-from caldera.trainer.sft.setup import run
+from caldera.trainer.sft import run
 from caldera.workers.supervised import FINE_TUNING
 
 if TYPE_CHECKING:

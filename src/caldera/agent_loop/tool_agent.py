@@ -15,9 +15,9 @@ from caldera.data.chat import Message
 from caldera.data.collate import truncate
 from caldera.errors import DataError
 from caldera.interactions.conversation import Conversation
+from caldera.tools.base import encodable
 from caldera.tools.formats import FunctionCall
 from caldera.tools.running import ToolOutcome, ToolState
-from caldera.tools.texts import encodable
 
 if TYPE_CHECKING:
     from caldera.interactions.base import BaseInteraction

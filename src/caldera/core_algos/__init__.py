@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from caldera.config.actor import LOSS_AGG_MODES
 from caldera.core_algos.advantages import (
     ADV_ESTIMATORS,
     AdvantageEstimator,
@@ -30,10 +31,16 @@ from caldera.core_algos.advantages import (
     register_adv_est,
 )
 from caldera.core_algos.aggregation import (
-    LOSS_AGG_MODES,
     Count,
     LossScale,
     agg_loss,
+    entropy_from_logits,
+    entropy_from_logits_with_chunking,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+    zero_outside,
 )
 from caldera.core_algos.kl import (
     KL_PENALTIES,
@@ -43,15 +50,6 @@ from caldera.core_algos.kl import (
     apply_kl_penalty,
     get_kl_controller,
     kl_penalty,
-)
-from caldera.core_algos.masked import (
-    entropy_from_logits,
-    entropy_from_logits_with_chunking,
-    masked_mean,
-    masked_sum,
-    masked_var,
-    masked_whiten,
-    zero_outside,
 )
 from caldera.core_algos.policy_losses import (
     POLICY_LOSSES,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from caldera.core_algos.masked import masked_mean, zero_outside
+from caldera.core_algos.aggregation import masked_mean, zero_outside
 from caldera.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:

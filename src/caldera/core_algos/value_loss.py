@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from caldera.core_algos.aggregation import LossScale
-from caldera.core_algos.masked import zero_outside
+from caldera.core_algos.aggregation import LossScale, zero_outside
 
 __all__ = ["compute_value_loss"]
 

@@ -18,7 +18,7 @@ from caldera.data.create import (
     create_sft_dataset,
 )
 from caldera.data.files import read_rows
-from caldera.data.importing import load_object
+from caldera.data.importing import chosen_class, load_object, registered_or_own
 from caldera.data.length_filter import fitting_prompts, prompt_lengths
 from caldera.data.loader import (
     FixedLoader,
@@ -26,12 +26,10 @@ from caldera.data.loader import (
     create_train_loader,
     create_val_loader,
 )
-from caldera.data.multiturn_sft_dataset import MultiTurnSFTDataset
-from caldera.data.own_functions import chosen_class, registered_or_own
 from caldera.data.preference_dataset import PreferenceDataset
 from caldera.data.rl_dataset import RLHFDataset
 from caldera.data.sampler import AbstractCurriculumSampler, AbstractSampler, create_sampler
-from caldera.data.sft_dataset import SFTDataset, engine_rows, token_batch
+from caldera.data.sft_dataset import MultiTurnSFTDataset, SFTDataset, engine_rows, token_batch
 
 __all__ = [
     "AbstractCurriculumSampler",

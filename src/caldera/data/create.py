@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Dataset
 
 from caldera.data.importing import load_object
-from caldera.data.multiturn_sft_dataset import MultiTurnSFTDataset
 from caldera.data.preference_dataset import PreferenceDataset
 from caldera.data.rl_dataset import RLHFDataset
-from caldera.data.sft_dataset import SFTDataset
+from caldera.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
 from caldera.errors import ConfigError
 
 if TYPE_CHECKING:

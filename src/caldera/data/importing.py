@@ -1,4 +1,4 @@
-"""Objects of the user's own, named by path and name in the configuration."""
+"""Custom objects, named by path and name in the configuration or registered under a name."""
 
 from __future__ import annotations
 
@@ -7,13 +7,32 @@ import importlib
 import importlib.util
 import re
 import sys
+import sysconfig
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from caldera.data.own_code import own_frames
 from caldera.errors import ConfigError, nearest
+from caldera.registry import Registry
 from caldera.storage import local_path
+
+_STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+_CALDERA = Path(__file__).parents[1]
+
+
+def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of a traceback that are neither a library's nor Caldera's, the innermost last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if _is_the_users(frame.filename)]
+
+
+def _is_the_users(filename: str) -> bool:
+    path = Path(filename)
+    is_installed = {"site-packages", "dist-packages"} & set(path.parts)
+    is_ours = path.is_relative_to(_STANDARD_LIBRARY) or path.is_relative_to(_CALDERA)
+    return not (is_installed or is_ours or filename.startswith("<frozen"))
+
 
 T = TypeVar("T")
 _OURS = re.compile(r"^verl\.(?:experimental\.)?")
@@ -136,3 +155,35 @@ def _defined_names(module: ModuleType) -> list[str]:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names) or "no functions or classes"
+
+
+def registered_or_own(registry: Registry[T], name: str) -> T:
+    """The registered thing of that name, or the one that `path:name` points at.
+
+    The path is `/x/y.py`, `file:///x/y.py` or `pkg://a.b.c`. What it points at is registered under
+    the whole text, so that whoever looks it up later in this process finds it.
+    """
+    path, _, attribute = name.rpartition(":")
+    if name not in registry and (path.endswith(".py") or path.startswith("pkg://")):
+        registry.register(name)(load_object(path, attribute, registry.kind))
+    return registry[name]
+
+
+def chosen_class(registry: Registry[Any], name: str | None, base: type[T], key: str) -> type[T]:
+    """The class that a key names: a registered or a custom one, derived from the base; by default
+    the base itself."""
+    if name is None:
+        return base
+    if name not in registry:
+        try:
+            return load_class(name, base, key)
+        except ConfigError as error:
+            known = ", ".join(registry.names())
+            raise ConfigError(f"{error}, or a registered {registry.kind} ({known})") from error
+    chosen: type[Any] = registry[name]
+    if not issubclass(chosen, base):
+        raise ConfigError(
+            f"{key}={name!r}: is {chosen.__qualname__}, which is not derived from "
+            f"{base.__qualname__}"
+        )
+    return chosen

@@ -5,8 +5,7 @@ from __future__ import annotations
 from caldera.reward.answer_formats import AnswerFormats
 from caldera.reward.batch import BatchRewardManager
 from caldera.reward.custom import get_custom_reward_fn
-from caldera.reward.dapo import DAPORewardManager
-from caldera.reward.gdpo import GDPORewardManager
+from caldera.reward.dapo import DAPORewardManager, GDPORewardManager
 from caldera.reward.limited import LimitedRewardManager
 from caldera.reward.loading import load_reward_manager
 from caldera.reward.manager import (

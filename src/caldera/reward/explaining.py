@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from caldera.data.own_code import own_frames
+from caldera.data.importing import own_frames
 
 # ---- A score function in a thread shares its process with the run, and may not end it
 

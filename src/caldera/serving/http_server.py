@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from h11 import SEND_BODY
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from caldera import web
 from caldera.errors import ConfigError, WorkerError
 from caldera.heap import trim_heap
 from caldera.installation import install_command
-from caldera.web import limits
 
 if TYPE_CHECKING:
     from starlette.requests import Request as StarletteRequest
@@ -188,17 +188,17 @@ async def _read(request: StarletteRequest) -> Request | Reply:
     """The request with its body, or what there is to say if it cannot be had."""
     from starlette.requests import ClientDisconnect
 
-    most = limits.MAX_REQUEST_BYTES
+    most = web.MAX_REQUEST_BYTES
     declared = int(request.headers.get("content-length", 0))  # h11 has seen that it is a number
     if declared > most:
-        return error_reply(413, limits.too_large(declared, most))
+        return error_reply(413, web.too_large(declared, most))
     chunks, size = [], 0
     try:
         async for chunk in request.stream():
             chunks.append(chunk)
             size += len(chunk)
             if size > most:
-                return error_reply(413, limits.too_large(None, most))
+                return error_reply(413, web.too_large(None, most))
     except ClientDisconnect:
         return Reply(CLIENT_IS_GONE, b"")
     query = request.scope["query_string"]
@@ -242,8 +242,8 @@ class Phase(NamedTuple):
     @property
     def seconds(self) -> float:
         if self.part == "headers":
-            return limits.SECONDS_FOR_HEADERS
-        return limits.SECONDS_FOR_BODY if self.part == "body" else limits.SECONDS_TO_LINGER
+            return web.SECONDS_FOR_HEADERS
+        return web.SECONDS_FOR_BODY if self.part == "body" else web.SECONDS_TO_LINGER
 
 
 class PatientProtocol(H11Protocol):
@@ -284,7 +284,7 @@ class PatientProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        seconds = limits.SECONDS_TO_TAKE_ANSWER
+        seconds = web.SECONDS_TO_TAKE_ANSWER
         self._write_timer = self.loop.call_later(seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
@@ -299,7 +299,7 @@ class PatientProtocol(H11Protocol):
         super().on_response_complete()
         moved = self._received + self.transport.get_write_buffer_size()
         self._received = 0
-        self._trims = moved > limits.LARGE_BYTES
+        self._trims = moved > web.LARGE_BYTES
         self._trim()
         self._watch()
 
@@ -334,7 +334,7 @@ class PatientProtocol(H11Protocol):
         if phase.part == "rest" or (phase.part == "headers" and not self.conn.trailing_data[0]):
             self.transport.abort()  # nothing was asked
         else:
-            self._refuse(HTTPStatus.REQUEST_TIMEOUT, limits.too_slow(phase.part))
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, web.too_slow(phase.part))
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         """Answer in place of the application, and close when the client has had time to read."""
@@ -359,7 +359,7 @@ class PatientProtocol(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self.flow.resume_reading()
-        self._timer = self.loop.call_later(limits.SECONDS_TO_LINGER, self.transport.abort)
+        self._timer = self.loop.call_later(web.SECONDS_TO_LINGER, self.transport.abort)
 
     def _trim(self) -> None:
         """Once a large request is done with, and its answer is out."""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from caldera.single_controller.colocated import (
-    create_colocated_worker_cls,
-    create_colocated_worker_cls_fused,
-)
 from caldera.single_controller.decorator import (
     Dispatch,
     Execute,
@@ -14,7 +10,12 @@ from caldera.single_controller.decorator import (
     update_dispatch_mode,
 )
 from caldera.single_controller.dispatching import Balancing, make_nd_compute_dataproto_dispatch_fn
-from caldera.single_controller.in_process import InProcessWorkerGroup, LocalWorkerGroup
+from caldera.single_controller.in_process import (
+    InProcessWorkerGroup,
+    LocalWorkerGroup,
+    create_colocated_worker_cls,
+    create_colocated_worker_cls_fused,
+)
 from caldera.single_controller.processes import ProcessWorkerGroup
 from caldera.single_controller.resource_pool import (
     ResourcePool,

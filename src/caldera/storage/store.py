@@ -1,4 +1,4 @@
-"""One file or folder of a store, whichever store it is."""
+"""One file or folder of a store, whichever store it is; http:// by Python's own library."""
 
 from __future__ import annotations
 
@@ -6,19 +6,133 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from html.parser import HTMLParser
+from http.client import HTTPResponse
 from pathlib import Path
 from posixpath import normpath
 from typing import Any
-from urllib.parse import unquote
+from urllib.error import HTTPError
+from urllib.parse import unquote, urljoin, urlsplit
+from urllib.request import Request, urlopen
 
 import fsspec.core
+from fsspec import AbstractFileSystem
+from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.registry import known_implementations
 
 from caldera.errors import ConfigError
-from caldera.storage.http import PROTOCOLS as HTTP
-from caldera.storage.http import HttpFiles
 from caldera.storage.paths import check_name, check_names, shown_url
 from caldera.storage.transfer import CountedFile, Transfer, reason_of
+
+PROTOCOLS = ("http", "https")
+SILENCE_S = 60.0
+"""How long a server may say nothing."""
+BLOCK = 1 << 20
+MISSING = (404, 410)
+MOST_BYTES_OF_A_PAGE = 64 * 2**20
+MOST_LEVELS = 64
+"""Folders in folders: a server may claim to have them without end."""
+
+
+class HttpFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """What a web server holds. A folder is a page of links, as web servers write it themselves."""
+
+    protocol = PROTOCOLS
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path  # the whole URL names the file
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        try:
+            with _answer(path, "HEAD") as answer:
+                return _described(path, answer)
+        except FileNotFoundError:
+            raise
+        except OSError:  # some allow GET alone, such as signed links
+            with _answer(path, "GET", {"Range": "bytes=0-0"}) as answer:
+                return _described(path, answer)
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        with _answer(path, "GET") as answer:
+            content = answer.read(MOST_BYTES_OF_A_PAGE + 1)
+            base = answer.geturl()
+        if len(content) > MOST_BYTES_OF_A_PAGE or urlsplit(base).path.count("/") > MOST_LEVELS:
+            raise OSError(
+                f"the listing {shown_url(base)} is refused: it may have {MOST_BYTES_OF_A_PAGE} "
+                f"bytes, and {MOST_LEVELS} folders above it"
+            )
+        page = content.decode("utf-8", errors="replace")
+        names = [f"{path.rstrip('/')}/{name}" for name in _children(base, page)]
+        return [self.info(name) for name in names] if detail else names
+
+    def find(self, path: str, *args: Any, **kwargs: Any) -> dict[str, dict[str, Any]]:
+        """Every file below a folder. fsspec's own leaves out what cannot be listed."""
+        found: dict[str, dict[str, Any]] = {}
+        for info in self.ls(path):
+            is_folder = info["type"] == "directory"
+            found |= self.find(info["name"]) if is_folder else {info["name"]: info}
+        return found
+
+    def get_file(
+        self, rpath: str, lpath: str, callback: Any = DEFAULT_CALLBACK, **kwargs: Any
+    ) -> None:
+        with _answer(rpath, "GET") as answer, Path(lpath).open("wb") as file:
+            while block := answer.read(BLOCK):
+                file.write(block)
+                callback.relative_update(len(block))
+
+
+@contextmanager
+def _answer(url: str, method: str, headers: dict[str, str] | None = None) -> Iterator[HTTPResponse]:
+    request = Request(url, headers=headers or {}, method=method)
+    try:
+        answer = urlopen(request, timeout=SILENCE_S)
+    except HTTPError as error:
+        error.close()
+        if error.code in MISSING:
+            raise FileNotFoundError(url) from error
+        raise OSError(f"the server answered {error.code} {error.reason}") from error
+    with answer:
+        yield answer
+
+
+def _described(url: str, answer: HTTPResponse) -> dict[str, Any]:
+    """Servers send whoever asks for a folder to its name with a slash at the end."""
+    is_folder = urlsplit(answer.geturl()).path.endswith("/")
+    whole = answer.headers.get("Content-Range", "").rpartition("/")[2]
+    size = whole if answer.status == 206 else answer.headers.get("Content-Length", "")
+    return {
+        "name": url,
+        "type": "directory" if is_folder else "file",
+        "size": int(size) if size.isdigit() else None,
+        "ETag": answer.headers.get("ETag"),
+        "LastModified": answer.headers.get("Last-Modified"),
+    }
+
+
+def _children(base: str, page: str) -> list[str]:
+    """The links of a page to what lies directly below it, as they are written in a URL."""
+    found: dict[str, None] = {}
+    for link in _links(page):
+        below = urljoin(base, link).partition("#")[0].partition("?")[0].removeprefix(base)
+        if below.count("/", 0, -1) == 0 and "://" not in below and below not in ("", "/"):
+            found[below] = None
+    return list(found)
+
+
+def _links(page: str) -> list[str]:
+    links: list[str] = []
+
+    class Links(HTMLParser):
+        def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+            links.extend(
+                value for name, value in attributes if (tag, name) == ("a", "href") and value
+            )
+
+    Links().feed(page)
+    return links
+
 
 CONTENT_MARKS = (
     "ETag",
@@ -78,7 +192,7 @@ class Store:
 
     @property
     def is_read_only(self) -> bool:
-        return self._protocol in HTTP
+        return self._protocol in PROTOCOLS
 
     def files(self, name: str = "") -> list[StoredFile]:
         """Every file at or below the name."""
@@ -169,7 +283,7 @@ class Store:
 
     def _open(self, name: str = "") -> tuple[Any, str]:
         """(the file system, the path in it); fsspec keeps those that it made, one for a thread."""
-        if self._protocol in HTTP:
+        if self._protocol in PROTOCOLS:
             return HttpFiles(), self.url
         try:
             with _as_os_error(ImportError, ValueError):
@@ -184,7 +298,7 @@ class Store:
         files = []
         for path, info in found.items():
             name = path.removeprefix(root).lstrip("/")
-            name = unquote(name) if self._protocol in HTTP else name
+            name = unquote(name) if self._protocol in PROTOCOLS else name
             if not path.startswith(root):
                 raise OSError(f"{path} does not lie below {root}")
             self._check_link(name, info)

@@ -1,4 +1,4 @@
-"""The contract of a tool."""
+"""Texts of others, for models to read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,20 @@ from typing import Any, TypeVar
 from caldera.errors import ConfigError, nearest
 from caldera.tools.schemas import OpenAIFunctionToolSchema
 
-__all__ = ["BaseTool", "ToolLimits", "ToolResponse", "read_options", "require_positive"]
+__all__ = [
+    "BaseTool",
+    "ToolLimits",
+    "ToolResponse",
+    "encodable",
+    "read_options",
+    "require_positive",
+]
+
+
+def encodable(text: str) -> str:
+    """The text with `?` for what no tokenizer takes: half of a surrogate pair, as JSON may hold."""
+    return text.encode(errors="replace").decode()
+
 
 Options = TypeVar("Options")
 

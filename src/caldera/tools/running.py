@@ -18,10 +18,9 @@ from weakref import WeakKeyDictionary
 
 from caldera.errors import ConfigError
 from caldera.http_client import Retries
-from caldera.tools.base import BaseTool, ToolResponse
+from caldera.tools.base import BaseTool, ToolResponse, encodable
 from caldera.tools.formats import FunctionCall
 from caldera.tools.schemas import fit_arguments
-from caldera.tools.texts import encodable
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from caldera.errors import ConfigError
 from caldera.http_client import AsyncJsonClient, Refused, Retries, Unavailable
-from caldera.tools.base import BaseTool, ToolLimits, ToolResponse, read_options
+from caldera.tools.base import BaseTool, ToolLimits, ToolResponse, encodable, read_options
 from caldera.tools.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema
-from caldera.tools.texts import encodable
 
 # ---- Asking a retrieval service for passages: POST /retrieve, as `caldera retriever serve` answers
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from caldera.config.preference import DPOTrainerConfig
-from caldera.trainer.sft.setup import SupervisedCommand
+from caldera.trainer.sft import SupervisedCommand
 
 DPO = SupervisedCommand(
     prog="caldera dpo",

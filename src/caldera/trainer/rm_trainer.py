@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from caldera.config.preference import RewardModelTrainerConfig
-from caldera.trainer.sft.setup import SupervisedCommand
+from caldera.trainer.sft import SupervisedCommand
 
 REWARD_MODEL = SupervisedCommand(
     prog="caldera rm",

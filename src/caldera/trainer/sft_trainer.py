@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 
 from caldera.config import SFTTrainerConfig
-from caldera.trainer.sft.setup import SupervisedCommand
+from caldera.trainer.sft import SupervisedCommand
 
 SFT = SupervisedCommand(
     prog="caldera sft",

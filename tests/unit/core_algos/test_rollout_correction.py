@@ -18,7 +18,7 @@ from caldera.core_algos import (
     compute_offpolicy_metrics,
     compute_rollout_correction_and_rejection_mask,
 )
-from caldera.core_algos.rollout_correction.apply import rejection_statistic
+from caldera.core_algos.rollout_correction import rejection_statistic
 from caldera.errors import ConfigError
 
 NAN = math.nan

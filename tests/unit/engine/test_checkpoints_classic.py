@@ -16,7 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import PreTrainedModel
 
 from caldera.engine.checkpoints import layout_of, load_classic, read_whole, save_classic
-from caldera.engine.checkpoints.shards import Position
+from caldera.engine.checkpoints.classic import Position
 from caldera.errors import CheckpointError
 
 BOTH = ("model", "optimizer")

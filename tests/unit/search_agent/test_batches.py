@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from caldera.search_agent.retriever.batches import BatchedSearch
 from caldera.search_agent.retriever.index import Hit, Index
+from caldera.search_agent.retriever.server import BatchedSearch
 
 
 class SlowIndex:

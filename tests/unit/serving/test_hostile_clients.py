@@ -20,11 +20,12 @@ from typing import Any
 
 import pytest
 
+from caldera import web
 from caldera.sandbox import Limits, Sandbox
 from caldera.sandbox.server import SandboxServer
 from caldera.search_agent.retriever import BuildOptions, Index, RetrieverServer, build_index
 from caldera.serving.http_server import HttpServer, Reply, Request
-from caldera.web import JsonHandler, ThreadedServer, limits
+from caldera.web import JsonHandler, ThreadedServer
 from caldera.workers.reward_router import Router
 from caldera.workers.reward_server import RewardServer, ServedModel
 
@@ -295,7 +296,7 @@ def test_a_method_that_is_not_known_is_refused(service: Service) -> None:
 def test_a_client_that_sends_byte_by_byte_is_dropped(
     service: Service, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, f"SECONDS_FOR_{part.upper()}", 0.5)
+    monkeypatch.setattr(web, f"SECONDS_FOR_{part.upper()}", 0.5)
     content = service.head(*(["X: " + "y" * 5000] if part == "headers" else []))
     start = content[:20] if part == "headers" else service.head("Content-Length: 5000")
     with socket.create_connection(service.address, timeout=60) as client:
@@ -321,7 +322,7 @@ def test_clients_that_send_nothing_are_dropped_and_others_served(
 ) -> None:
     with ExitStack() as stack:
         silent = []
-        monkeypatch.setattr(limits, "SECONDS_FOR_HEADERS", 2.0)
+        monkeypatch.setattr(web, "SECONDS_FOR_HEADERS", 2.0)
         for _ in range(50):
             silent.append(stack.enter_context(socket.create_connection(service.address, 60)))
         assert service.post(plain(service))[0] == 200
@@ -359,7 +360,7 @@ def test_a_client_that_sends_too_much_hears_so(service: Service) -> None:
 def test_chunks_that_are_too_many_are_refused(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_REQUEST_BYTES", 2**20)
+    monkeypatch.setattr(web, "MAX_REQUEST_BYTES", 2**20)
     chunk = b"%x\r\n%b\r\n" % (2**16, b" " * 2**16)
     with socket.create_connection(service.address, timeout=60) as client:
         client.sendall(service.head("Transfer-Encoding: chunked") + chunk * 17)
@@ -371,7 +372,7 @@ def test_chunks_that_are_too_many_are_refused(
 def test_a_client_that_does_not_take_its_answer_is_dropped(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "SECONDS_TO_TAKE_ANSWER", 0.5)
+    monkeypatch.setattr(web, "SECONDS_TO_TAKE_ANSWER", 0.5)
     size = 2**26
     with serving(kind, size) as address, socket.create_connection(address, timeout=60) as client:
         client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
@@ -387,7 +388,7 @@ def test_a_client_that_does_not_take_its_answer_is_dropped(
 @pytest.mark.parametrize("kind", ["threads", "events"])
 def test_memory_goes_back_after_large_answers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed = threading.Event()
-    for module in ("caldera.web.threads", "caldera.serving.http_server"):
+    for module in ("caldera.web", "caldera.serving.http_server"):
         monkeypatch.setattr(f"{module}.trim_heap", trimmed.set)
     with serving(kind, 2**24) as address:
         small = Service(address, "/", {})

@@ -324,7 +324,7 @@ def test_paths_and_methods(serve: Serve) -> None:
 def test_bodies_that_are_too_large_or_end_early(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("caldera.web.limits.MAX_REQUEST_BYTES", 2**20)
+    monkeypatch.setattr("caldera.web.MAX_REQUEST_BYTES", 2**20)
     served = serve()
     body = json.dumps({"messages": ASKED, "user": "x" * 2**23}).encode()
     assert_refused(served.ask(CHAT, body), 413, f"may have {2**20} bytes, not {len(body)}")

@@ -9,7 +9,7 @@ import pytest
 
 from caldera.errors import DataError
 from caldera.tracking import write_jsonl_atomic, write_report
-from caldera.tracking.report_data import (
+from caldera.tracking.report import (
     phase_times,
     read_metrics,
     read_validation_answers,

@@ -18,9 +18,13 @@ from caldera.core_algos.advantages.base import (
     get_adv_estimator_fn,
     register_adv_est,
 )
-from caldera.core_algos.advantages.gae import compute_gae_advantage_return
-from caldera.core_algos.advantages.gdpo import compute_gdpo_outcome_advantage
+from caldera.core_algos.advantages.gae import (
+    compute_gae_advantage_return,
+    compute_pf_ppo_indices,
+    compute_pf_ppo_weights,
+)
 from caldera.core_algos.advantages.group_relative import (
+    compute_gdpo_outcome_advantage,
     compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage,
     compute_grpo_passk_outcome_advantage,
@@ -30,15 +34,12 @@ from caldera.core_algos.advantages.group_relative import (
     compute_rloo_outcome_advantage,
     compute_rloo_vectorized_outcome_advantage,
 )
-from caldera.core_algos.advantages.optimal_baseline import (
-    compute_optimal_token_baseline_advantage,
-    compute_tir_optimal_token_baseline_advantage,
-)
-from caldera.core_algos.advantages.pf_ppo import compute_pf_ppo_indices, compute_pf_ppo_weights
 from caldera.core_algos.advantages.reinforce import (
+    compute_optimal_token_baseline_advantage,
     compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_reinforce_plus_plus_outcome_advantage,
     compute_remax_outcome_advantage,
+    compute_tir_optimal_token_baseline_advantage,
 )
 
 __all__ = [

@@ -12,24 +12,18 @@ from caldera.core_algos.policy_losses.base import (
 from caldera.core_algos.policy_losses.bypass import compute_policy_loss_bypass_mode
 from caldera.core_algos.policy_losses.clipped import (
     compute_policy_loss_cispo,
-    compute_policy_loss_vanilla,
-)
-from caldera.core_algos.policy_losses.covariance import (
     compute_policy_loss_clip_cov,
+    compute_policy_loss_dro,
+    compute_policy_loss_geo_mean,
+    compute_policy_loss_gpg,
+    compute_policy_loss_gspo,
     compute_policy_loss_kl_cov,
+    compute_policy_loss_sapo,
+    compute_policy_loss_vanilla,
 )
 from caldera.core_algos.policy_losses.divergence import (
     compute_policy_loss_dppo_kl,
     compute_policy_loss_dppo_tv,
-)
-from caldera.core_algos.policy_losses.sequence import (
-    compute_policy_loss_geo_mean,
-    compute_policy_loss_gspo,
-)
-from caldera.core_algos.policy_losses.soft import (
-    compute_policy_loss_dro,
-    compute_policy_loss_gpg,
-    compute_policy_loss_sapo,
 )
 
 __all__ = [

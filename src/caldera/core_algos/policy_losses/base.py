@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from caldera.core_algos.aggregation import LossScale
-from caldera.core_algos.masked import zero_outside
+from caldera.core_algos.aggregation import LossScale, zero_outside
 from caldera.registry import Registry
 
 if TYPE_CHECKING:

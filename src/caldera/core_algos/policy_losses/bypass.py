@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from caldera.config.algorithm import RolloutCorrectionConfig
-from caldera.core_algos.aggregation import LossScale
-from caldera.core_algos.masked import zero_outside
+from caldera.core_algos.aggregation import LossScale, zero_outside
 from caldera.core_algos.policy_losses.base import (
     LossAndMetrics,
     log_ratio_of,

@@ -1,4 +1,4 @@
-"""Losses that bound the ratio of each token: PPO's and CISPO's."""
+"""Losses that clip the ratio of a token or a sequence, or gate it softly."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from caldera.core_algos.aggregation import LossScale
-from caldera.core_algos.masked import zero_outside
+from caldera.core_algos.aggregation import LossScale, masked_mean, masked_sum, zero_outside
 from caldera.core_algos.policy_losses.base import (
     MAX_LOG_RATIO,
     LossAndMetrics,
@@ -25,7 +24,17 @@ from caldera.errors import ConfigError
 if TYPE_CHECKING:
     from caldera.config.actor import ActorConfig
 
-__all__ = ["compute_policy_loss_cispo", "compute_policy_loss_vanilla"]
+__all__ = [
+    "compute_policy_loss_cispo",
+    "compute_policy_loss_clip_cov",
+    "compute_policy_loss_dro",
+    "compute_policy_loss_geo_mean",
+    "compute_policy_loss_gpg",
+    "compute_policy_loss_gspo",
+    "compute_policy_loss_kl_cov",
+    "compute_policy_loss_sapo",
+    "compute_policy_loss_vanilla",
+]
 
 
 @register_policy_loss("vanilla")
@@ -83,3 +92,264 @@ def compute_policy_loss_cispo(
     losses = weighted(-weight * advantages * log_prob, rollout_is_weights)
     loss = scale.aggregate(losses, response_mask, loss_agg_mode, config.loss_scale_factor)
     return loss, update_metrics(scale, response_mask, -log_ratio, clipped=weight != ratio)
+
+
+MAX_SEQUENCE_LOG_RATIO = 10.0
+
+
+@register_policy_loss("gspo")
+def compute_policy_loss_gspo(
+    old_log_prob: Tensor,  # (B, R), as are all tensors here
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: ActorConfig,
+    rollout_is_weights: Tensor | None = None,
+    scale: LossScale | None = None,
+) -> LossAndMetrics:
+    """GSPO: PPO's clipped objective with the geometric mean of a sequence's ratios in place of
+    each of them.
+
+    The gradient reaches a token through its own log-prob alone, so that advantages may differ
+    between tokens. Aggregation is always seq-mean-token-mean: `loss_agg_mode` is not read.
+    """
+    scale = scale or LossScale.from_mask(response_mask)
+    log_prob = zero_outside(log_prob, response_mask)
+    log_ratio = log_ratio_of(old_log_prob, log_prob.detach(), response_mask)
+    sequence_log_ratio = _sequence_mean(log_ratio, response_mask).unsqueeze(-1)  # (B, 1)
+    own_gradient = log_prob - log_prob.detach()  # 0
+    ratio = (sequence_log_ratio + own_gradient).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
+
+    losses, clipped = clipped_objective(ratio, advantages, config)
+    losses = weighted(losses, rollout_is_weights)
+    loss = scale.aggregate(losses, response_mask, "seq-mean-token-mean")
+    return loss, update_metrics(scale, response_mask, -log_ratio, clipped)
+
+
+@register_policy_loss("geo_mean")
+def compute_policy_loss_geo_mean(
+    old_log_prob: Tensor,  # (B, R), as are all tensors here
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: ActorConfig,
+    rollout_is_weights: Tensor | None = None,
+    scale: LossScale | None = None,
+) -> LossAndMetrics:
+    """GMPO: the geometric mean of a sequence's ratios, clipped one by one in log space, times the
+    mean of its advantages.
+
+    The log-ratio of a token is cut at `clip_ratio_high` where its advantage is positive, and held
+    at `-clip_ratio_low` otherwise. The loss is the mean over the sequences that have tokens:
+    `loss_agg_mode` is not read. Importance weights count with their geometric mean in a sequence,
+    so that one weight of 0 takes out all of it.
+    """
+    low, high = clip_range(config)
+    scale = scale or LossScale.from_mask(response_mask)
+    log_ratio = log_ratio_of(old_log_prob, log_prob, response_mask)
+    clipped = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
+
+    ratio = bounded_exp(_sequence_mean(clipped, response_mask))  # (B,)
+    losses = -_sequence_mean(advantages, response_mask) * ratio
+    if rollout_is_weights is not None:
+        losses = losses * _sequence_mean(rollout_is_weights.log(), response_mask).exp()
+
+    # A sequence is one element here: its sum is itself.
+    loss = scale.aggregate(
+        losses.unsqueeze(-1), response_mask.bool().any(-1, keepdim=True), "seq-mean-token-sum"
+    )
+    metrics = update_metrics(
+        scale, response_mask, -log_ratio, clipped < log_ratio, clipped > log_ratio
+    )
+    return loss, metrics
+
+
+def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """(B, R) -> (B,): means over tokens, 0 for a sequence without any."""
+    return masked_sum(values, mask, dim=-1) / mask.bool().sum(-1).clamp(min=1)
+
+
+@register_policy_loss("sapo")
+def compute_policy_loss_sapo(
+    old_log_prob: Tensor,  # (B, R), as are all tensors here
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: ActorConfig,
+    rollout_is_weights: Tensor | None = None,
+    scale: LossScale | None = None,
+) -> LossAndMetrics:
+    """SAPO: a sigmoid of the ratio in place of the clip. Its slope is 1 at ratio 1 and fades on
+    both sides, the faster the higher `tau_pos` or `tau_neg`, by the sign of the advantage.
+
+    Aggregation is always seq-mean-token-mean: `loss_agg_mode` is not read.
+    """
+    for key in ("tau_pos", "tau_neg"):
+        if getattr(config, key) <= 0:
+            raise ConfigError(f"actor_rollout_ref.actor.{key}={getattr(config, key)} must be > 0")
+    scale = scale or LossScale.from_mask(response_mask)
+    log_ratio = log_ratio_of(old_log_prob, log_prob, response_mask)
+    ratio = bounded_exp(log_ratio)
+    tau = torch.full_like(ratio, config.tau_neg).masked_fill(advantages > 0, config.tau_pos)
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+
+    losses = weighted(-advantages * gate, rollout_is_weights)
+    loss = scale.aggregate(losses, response_mask, "seq-mean-token-mean")
+    return loss, update_metrics(scale, response_mask, -log_ratio)
+
+
+@register_policy_loss("gpg")
+def compute_policy_loss_gpg(
+    old_log_prob: Tensor,  # (B, R), as are all tensors here
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: ActorConfig,
+    rollout_is_weights: Tensor | None = None,
+    scale: LossScale | None = None,
+) -> LossAndMetrics:
+    """GPG: the policy gradient as it is. `old_log_prob` is not read, and there are no metrics."""
+    scale = scale or LossScale.from_mask(response_mask)
+    losses = -advantages * zero_outside(log_prob, response_mask)
+    losses = weighted(losses, rollout_is_weights)
+    return scale.aggregate(losses, response_mask, loss_agg_mode, config.loss_scale_factor), {}
+
+
+@register_policy_loss("dro")
+def compute_policy_loss_dro(
+    old_log_prob: Tensor,  # (B, R), as are all tensors here
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: ActorConfig,
+    rollout_is_weights: Tensor | None = None,
+    scale: LossScale | None = None,
+) -> LossAndMetrics:
+    """DRO: the policy gradient, and half the squared log-ratio times `policy_loss.dro_beta` to
+    hold the policy near the old one."""
+    beta = config.policy_loss.dro_beta
+    if beta is None or beta <= 0:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.policy_loss.dro_beta={beta}: loss_mode=dro needs one > 0"
+        )
+    scale = scale or LossScale.from_mask(response_mask)
+    log_prob = zero_outside(log_prob, response_mask)
+    log_ratio = log_ratio_of(old_log_prob, log_prob, response_mask)
+
+    losses = beta / 2 * log_ratio.square() - advantages * log_prob
+    losses = weighted(losses, rollout_is_weights)
+    loss = scale.aggregate(losses, response_mask, loss_agg_mode, config.loss_scale_factor)
+    return loss, update_metrics(scale, response_mask, -log_ratio)
+
+
+@register_policy_loss("clip_cov")
+def compute_policy_loss_clip_cov(
+    old_log_prob: Tensor,  # (B, R), as are all tensors here
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: ActorConfig,
+    rollout_is_weights: Tensor | None = None,
+    scale: LossScale | None = None,
+) -> LossAndMetrics:
+    """Clip-Cov: PPO's clipped objective (no dual clip), less a random few of the tokens with a
+    covariance between `clip_cov_lb` and `clip_cov_ub`.
+
+    The few are `clip_cov_ratio` of all tokens, and one at least, among those that are not clipped
+    already; they count as 0 in the mean. The draw is a function of the tensors alone (see
+    `_draw`), so that a resumed run repeats it. The loss depends on how micro-batches are cut.
+    """
+    settings = config.policy_loss
+    scale = scale or LossScale.from_mask(response_mask)
+    log_ratio = log_ratio_of(old_log_prob, log_prob, response_mask)
+    losses, clipped = clipped_objective(bounded_exp(log_ratio), advantages, config)
+
+    covariances = _covariances(log_prob, advantages, response_mask)
+    within = (covariances > settings.clip_cov_lb) & (covariances < settings.clip_cov_ub)
+    candidates = within & ~clipped & response_mask.bool()
+    number = _few(settings.clip_cov_ratio, response_mask)
+    taken_out = _draw(candidates, number, old_log_prob, _seed_of(old_log_prob, response_mask))
+
+    losses = weighted(losses.masked_fill(taken_out, 0), rollout_is_weights)
+    loss = scale.aggregate(losses, response_mask, loss_agg_mode, config.loss_scale_factor)
+    return loss, update_metrics(scale, response_mask, -log_ratio, clipped | taken_out)
+
+
+@register_policy_loss("kl_cov")
+def compute_policy_loss_kl_cov(
+    old_log_prob: Tensor,  # (B, R), as are all tensors here
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: ActorConfig,
+    rollout_is_weights: Tensor | None = None,
+    scale: LossScale | None = None,
+) -> LossAndMetrics:
+    """KL-Cov: the ratio times the advantage, unclipped, and a hold on the tokens with the highest
+    covariance: `ppo_kl_coef` times the absolute log-ratio.
+
+    These are `kl_cov_ratio` of all tokens, and one at least. The metric actor/ppo_kl is the mean
+    absolute log-ratio. The loss depends on how micro-batches are cut.
+    """
+    settings = config.policy_loss
+    scale = scale or LossScale.from_mask(response_mask)
+    log_ratio = log_ratio_of(old_log_prob, log_prob, response_mask)
+    distance = log_ratio.abs()
+
+    covariances = _covariances(log_prob, advantages, response_mask)
+    ranked = covariances.masked_fill(~response_mask.bool(), -torch.inf).flatten()
+    highest = ranked.topk(_few(settings.kl_cov_ratio, response_mask)).indices
+    held = _at(highest, response_mask)
+
+    losses = -advantages * bounded_exp(log_ratio)
+    losses = losses + settings.ppo_kl_coef * distance.masked_fill(~held, 0)
+    losses = weighted(losses, rollout_is_weights)
+    loss = scale.aggregate(losses, response_mask, loss_agg_mode, config.loss_scale_factor)
+    return loss, update_metrics(scale, response_mask, distance)
+
+
+def _covariances(log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """Each token's term of the covariance of log-probs and advantages, 0 outside the mask."""
+    log_prob = log_prob.detach()
+    from_mean_advantage = advantages - masked_mean(advantages, mask)
+    from_mean_log_prob = log_prob - masked_mean(log_prob, mask)
+    return zero_outside(from_mean_advantage * from_mean_log_prob, mask)
+
+
+def _few(ratio: float, mask: Tensor) -> int:
+    """That part of the mask's tokens, at least one if there is any."""
+    tokens = int(mask.bool().sum())
+    return min(tokens, max(1, int(ratio * tokens)))
+
+
+def _seed_of(values: Tensor, mask: Tensor) -> int:
+    """A number from the bits of the values in the mask, whatever their order and padding."""
+    return int(values.detach()[mask.bool()].double().view(torch.int64).sum())
+
+
+def _draw(candidates: Tensor, number: int, values: Tensor, seed: int) -> Tensor:
+    """A mask of that many candidates, or of all if there are fewer.
+
+    The generator is the call's own, and on the CPU: the draw neither moves the global one nor
+    depends on the device. Candidates are put in the order of their values first, so that the
+    order of rows does not matter either.
+    """
+    positions = candidates.flatten().nonzero().squeeze(-1)
+    positions = positions[values.flatten()[positions].argsort(stable=True)]
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randperm(len(positions), generator=generator)[:number]
+    return _at(positions[drawn.to(positions.device)], candidates)
+
+
+def _at(positions: Tensor, like: Tensor) -> Tensor:
+    """A mask with ones at these positions of the flattened tensor."""
+    mask = torch.zeros(like.numel(), dtype=torch.bool, device=like.device)
+    mask[positions] = True
+    return mask.view(like.shape)

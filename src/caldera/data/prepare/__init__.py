@@ -1,19 +1,9 @@
-"""Data sets ready to train on, one a file: from raw files or the hub to verl's row schema."""
+"""Data sets ready to train on: from raw files or the hub to verl's row schema."""
 
 from __future__ import annotations
 
 # Importing a preparer registers it.
-from caldera.data.prepare import (
-    aime,
-    apps,
-    competition_math,
-    dapo_math,
-    gsm8k,
-    hh_rlhf,
-    humaneval,
-    mbpp,
-    search_qa,
-)
+from caldera.data.prepare import hh_rlhf, mathematics, programming, search_qa
 from caldera.data.prepare.check import FileCheck, check_file
 from caldera.data.prepare.preparer import (
     PREPARERS,
@@ -32,16 +22,11 @@ __all__ = [
     "LengthLimit",
     "Preparer",
     "Source",
-    "aime",
-    "apps",
     "check_file",
-    "competition_math",
-    "dapo_math",
-    "gsm8k",
     "hh_rlhf",
-    "humaneval",
-    "mbpp",
+    "mathematics",
     "prepare",
+    "programming",
     "register_preparer",
     "rl_row",
     "search_qa",

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from caldera.data.chat import hf_tokenizer
-from caldera.data.prepare.check import FindScorer, check_file
-from caldera.data.prepare.check_tables import check_tables
+from caldera.data.prepare.check import FindScorer, check_file, check_tables
 from caldera.data.prepare.preparer import PREPARERS
 from caldera.data.prepare.run import LengthLimit, prepare
 from caldera.errors import DataError

@@ -11,7 +11,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from caldera.data.prepare import FileCheck, check_file
-from caldera.data.prepare.check_tables import check_tables, histogram
+from caldera.data.prepare.check import check_tables, histogram
 from caldera.errors import DataError, RewardError
 
 Row = dict[str, Any]

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from caldera.data.prepare import PREPARERS, prepare
-from caldera.data.prepare.competition_math import boxed_answer
+from caldera.data.prepare.mathematics import boxed_answer
 from caldera.errors import DataError
 
 RAW = Path(__file__).parents[3] / "data/raw"

@@ -1,23 +1,107 @@
-"""An HTTP server of JSON with a thread for each connection, of the standard library alone."""
+"""What every HTTP server has in common: limits, bodies, and a server of threads."""
 
 from __future__ import annotations
 
 import io
 import json
 import logging
+import math
 import socket
 import sys
 import time
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
-from caldera.errors import ConfigError
+from caldera.errors import ConfigError, DataError
 from caldera.heap import trim_heap
-from caldera.web import limits
 
-__all__ = ["JsonHandler", "ThreadedServer"]
+DEEPEST = 100
+"""Lists and objects within each other: what walks through a request must not run out of stack."""
+
+
+def read_json(body: bytes) -> Any:
+    """What a body says. DataError where that is not JSON, or would not come out as it went in:
+    numbers that are infinite or none, and halves of characters."""
+    try:
+        text = body.decode()
+        content = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        if "\\u" in text:
+            json.dumps(content, ensure_ascii=False).encode()  # half a character is no text
+    except RecursionError as error:
+        raise _too_deep() from error
+    except ValueError as error:
+        raise DataError(f"the request is not JSON: {error}") from error
+    if text.count("[") + text.count("{") > DEEPEST:
+        _check_depth(content)
+    return content
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """What a body says, which must be an object."""
+    content = read_json(body)
+    if not isinstance(content, dict):
+        raise DataError(f"the request must be a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _check_depth(content: Any) -> None:
+    level = [content]
+    for _ in range(DEEPEST + 1):
+        level = [
+            each
+            for outer in level
+            for each in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(each, dict | list)
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> DataError:
+    return DataError(f"the request is nested deeper than {DEEPEST} lists and objects")
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits:.40} is out of the range of numbers")
+    return number
+
+
+# ---- How long and how large the requests to any HTTP server may be
+
+MAX_REQUEST_BYTES = 32 * 2**20
+SECONDS_FOR_HEADERS = 30.0
+"""From the first byte of a request, or from the connection, to the end of its headers."""
+SECONDS_FOR_BODY = 120.0
+SECONDS_TO_TAKE_ANSWER = 600.0
+SECONDS_TO_LINGER = 5.0
+"""How long a refused request is read on: a client that still sends would not see the answer."""
+LARGE_BYTES = 4 * 2**20
+"""Requests and answers from here on give their memory back to the machine."""
+
+
+def too_large(size: int | None, most: int) -> str:
+    return f"a request may have {most} bytes, not {size if size is not None else 'more'}"
+
+
+def too_slow(part: str) -> str:
+    """What a client hears that did not send its headers, or its body, in time."""
+    seconds = SECONDS_FOR_HEADERS if part == "headers" else SECONDS_FOR_BODY
+    return f"the {part} of a request must be there within {seconds:g} s"
+
+
+def error_text(error: BaseException) -> str:
+    """An error for a client's eyes."""
+    return f"{type(error).__name__}: {error}"
+
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +151,7 @@ class JsonHandler(BaseHTTPRequestHandler):
 
     def most_bytes(self) -> int:
         """Of a body."""
-        return limits.MAX_REQUEST_BYTES
+        return MAX_REQUEST_BYTES
 
     def send_json(self, status: HTTPStatus, content: Any) -> None:
         body = json.dumps(content).encode()
@@ -99,7 +183,7 @@ class JsonHandler(BaseHTTPRequestHandler):
         self._has_begun = False
         self._moved = 0
         self._part = "headers"
-        idle = limits.SECONDS_FOR_HEADERS if self._is_first else self.seconds_between_requests
+        idle = SECONDS_FOR_HEADERS if self._is_first else self.seconds_between_requests
         self._is_first = False
         try:
             self._incoming.allow(idle)
@@ -108,11 +192,11 @@ class JsonHandler(BaseHTTPRequestHandler):
             self.close_connection = True  # nothing was asked
             return
         try:
-            self._incoming.allow(limits.SECONDS_FOR_HEADERS)
+            self._incoming.allow(SECONDS_FOR_HEADERS)
             super().handle_one_request()
         except TooSlow:
-            self._refuse(HTTPStatus.REQUEST_TIMEOUT, limits.too_slow(self._part))
-        if self._moved > limits.LARGE_BYTES:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, too_slow(self._part))
+        if self._moved > LARGE_BYTES:
             trim_heap()
 
     def do_GET(self) -> None:
@@ -137,7 +221,7 @@ class JsonHandler(BaseHTTPRequestHandler):
             if self._has_begun:
                 self.close_connection = True
                 return
-            detail = {"detail": limits.error_text(error)}
+            detail = {"detail": error_text(error)}
             self.send_json(HTTPStatus.INTERNAL_SERVER_ERROR, detail)
 
     def _body(self) -> bytes | None:
@@ -154,7 +238,7 @@ class JsonHandler(BaseHTTPRequestHandler):
             return None
         size, most = int(length), self.most_bytes()
         if size > most:
-            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, limits.too_large(size, most))
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, too_large(size, most))
             return None
         return self._read(size)
 
@@ -164,7 +248,7 @@ class JsonHandler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.flush()
         self._part = "body"
-        self._incoming.allow(limits.SECONDS_FOR_BODY)
+        self._incoming.allow(SECONDS_FOR_BODY)
         body = self.rfile.read(size)
         if len(body) < size:
             told = f"the body ended after {len(body)} of the {size} bytes of its Content-Length"
@@ -188,7 +272,7 @@ class JsonHandler(BaseHTTPRequestHandler):
         self.close_connection = True
         if not self._has_begun:
             self.send_json(status, {"detail": detail})
-        self._incoming.allow(limits.SECONDS_TO_LINGER)
+        self._incoming.allow(SECONDS_TO_LINGER)
         with suppress(OSError, TooSlow):
             self.connection.shutdown(socket.SHUT_WR)
             while self.rfile.read1(io.DEFAULT_BUFFER_SIZE):
@@ -222,4 +306,4 @@ class _Incoming(io.RawIOBase):
         except TimeoutError as error:
             raise TooSlow from error
         finally:
-            self._connection.settimeout(limits.SECONDS_TO_TAKE_ANSWER)
+            self._connection.settimeout(SECONDS_TO_TAKE_ANSWER)

@@ -6,7 +6,7 @@ import pytest
 
 from caldera.config import SFTTrainerConfig, load_supervised_config
 from caldera.errors import CalderaError
-from caldera.trainer.sft.setup import build
+from caldera.trainer.sft import build
 from caldera.workers.supervised import FINE_TUNING
 
 

@@ -1,11 +1,12 @@
-"""MLflow's traces."""
+"""Traces of MLflow and Trackio, which are imported when they are opened."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
-from caldera.tracking.backends.mlflow import experiment_id, tracking_uri
-from caldera.tracking.traces import GENERATION, TRACERS, Trace, TracedRun
+from caldera.tracking.backends import experiment_id, tracking_uri
+from caldera.tracking.traces import GENERATION, TRACERS, Span, Trace, TracedRun
 
 SESSION = "mlflow.trace.session"
 """What MLflow groups traces by."""
@@ -55,3 +56,45 @@ class MlflowTraces:
 
 def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
+
+
+NAME = "rollout/trace"
+
+
+@TRACERS.register("trackio")
+class TrackioTraces:
+    """A run of the project for each process, EXPERIMENT-traces-RANK."""
+
+    def __init__(self, run: TracedRun) -> None:
+        import trackio
+
+        self._trace = trackio.Trace
+        self._run: Any = trackio.init(
+            project=run.project_name,
+            name=f"{run.experiment_name}-traces-{run.rank}",
+            resume="allow",
+            embed=False,
+        )
+
+    def write(self, trace: Trace) -> None:
+        facts = {"step": trace.step, **trace.facts, **trace.outputs}
+        facts["duration_ms"] = trace.seconds * 1000
+        spans = [_span(str(number), span) for number, span in enumerate(trace.spans)]
+        messages = trace.inputs.get("messages", [])
+        self._run.log({NAME: self._trace(messages, facts, spans)}, step=trace.step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+def _span(number: str, span: Span) -> dict[str, Any]:
+    return {
+        "id": number,
+        "name": span.name,
+        "kind": span.kind if span.kind in ("generation", "tool") else "span",
+        "start_time": span.start,
+        "end_time": span.start + span.seconds,
+        "duration_ms": span.seconds * 1000,
+        "input": span.inputs,
+        "output": span.outputs,
+    }

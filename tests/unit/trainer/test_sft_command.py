@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from caldera.commands.eval import EVALUATE, load_evaluation, run_eval
+from caldera.trainer import sft
 from caldera.trainer.fsdp_sft_trainer import CLASSIC
 from caldera.trainer.main_ppo import main as train
-from caldera.trainer.sft import setup
 
 REQUIRED = ["data.train_files=train.parquet", "model.partial_pretrain=M"]
 
@@ -29,7 +29,7 @@ def rank(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of this process, which is said to be one of torchrun's."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "r")
     monkeypatch.setenv("RANK", request.param)
-    monkeypatch.setattr(setup, "_serve", lambda: pytest.fail("nobody would give it any work"))
+    monkeypatch.setattr(sft, "_serve", lambda: pytest.fail("nobody would give it any work"))
     return str(request.param)
 
 
@@ -43,7 +43,7 @@ def test_other_ranks_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     served = []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "r")
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(setup, "_serve", lambda: served.append(True))
+    monkeypatch.setattr(sft, "_serve", lambda: served.append(True))
     assert CLASSIC.main(REQUIRED) == 0
     assert served == [True]
 

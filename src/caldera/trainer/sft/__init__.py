@@ -1,1 +1,0 @@
-"""Supervised training: fine-tuning and its relatives, over the same worker groups as PPO."""
