@@ -25,9 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from caldera.commands.generation import generate
 from caldera.config import RolloutConfig, compose_config
-from caldera.config.generation_checks import check_generation
-from caldera.config.offline import GenerationConfig
-from caldera.config.rollout import RemoteConfig
+from caldera.config.offline import GenerationConfig, check_generation
+from caldera.config.samplers import RemoteConfig
 from caldera.demo import smollm2
 from caldera.models.attention import ATTENTION
 from caldera.rollout import ROLLOUTS, Completion, RemoteRollout, Request, SamplingParams

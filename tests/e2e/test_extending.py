@@ -46,6 +46,18 @@ def test_a_worker_of_two_ranks_has_a_further_method(lab: Lab, files: Path, tmp_p
     assert rows[0]["counting/ranks"] == 2
 
 
+def test_a_sampler_that_is_a_class_of_a_file(lab: Lab, files: Path, tmp_path: Path) -> None:
+    """On the module's weights, so that training log-probs are its own, before each update."""
+    sampler = f"actor_rollout_ref.rollout.name={files}/plain_sampler.py:PlainSampler"
+    small = ("data.train_batch_size=5", "actor_rollout_ref.rollout.n=2")
+    rows = lab.train(tmp_path / "own", f"trainer.total_training_steps={STEPS}", *small, sampler)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows)
+    key = "actor_rollout_ref.rollout.enable_prefix_caching"
+    with pytest.raises(AssertionError, match=f"{key}=True: takes .*name=native, vllm or sglang, "):
+        lab.train(tmp_path / "refused", *small, sampler, f"{key}=True")
+
+
 def test_custom_keys_reach_a_score_function(lab: Lab, files: Path, tmp_path: Path) -> None:
     score = f"custom_reward_function.path={files}/threshold_reward.py"
     steps = "trainer.total_training_steps=1"

@@ -18,8 +18,7 @@ import pytest
 
 from caldera.commands.generation import Parts, generate
 from caldera.config import compose_config
-from caldera.config.generation_checks import check_generation
-from caldera.config.offline import GenerationConfig
+from caldera.config.offline import GenerationConfig, check_generation
 from caldera.errors import ConfigError, DataError, RolloutError
 from caldera.rollout import remote
 from caldera.trainer.bundle import read_bundle

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from caldera.config import compose_config
 from caldera.config.fields import check_values
-from caldera.config.generation_checks import check_generation
-from caldera.config.offline import GenerationConfig
+from caldera.config.offline import GenerationConfig, check_generation
 from caldera.trainer.entry import ConfigCommand
 
 GENERATE = ConfigCommand(

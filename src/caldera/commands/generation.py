@@ -19,9 +19,8 @@ import pyarrow.parquet
 
 from caldera.config import uses_ray
 from caldera.config.fields import shown, walk
-from caldera.config.generation_checks import resolve_generation
 from caldera.config.machine import log_chosen
-from caldera.config.offline import GenerationConfig, GenerationDataConfig
+from caldera.config.offline import GenerationConfig, GenerationDataConfig, resolve_generation
 from caldera.data.chat import Message, chat_messages
 from caldera.data.files import RowTable, read_rows
 from caldera.errors import ConfigError, DataError, UnsupportedError
@@ -103,6 +102,8 @@ FREE = {
     "rollout.engine_python",
     "rollout.gpu_memory_utilization",
     "rollout.max_num_batched_tokens",
+    "rollout.enable_chunked_prefill",
+    "rollout.enable_prefix_caching",
 }
 """Keys that do not change what is sampled."""
 FREE_GROUPS = ("trainer.", "ray_kwargs.")
@@ -170,8 +171,9 @@ class Parts:
 def manifest_of(config: GenerationConfig, questions: Questions) -> dict[str, Any]:
     """Whatever decides which answers are sampled."""
     free = set(FREE)
-    if config.rollout.name != "hf":
-        free.add("rollout.max_num_seqs")  # hf draws the sequences of a batch together
+    traits = config.rollout.traits
+    if traits is not None and not traits.draws_together:
+        free.add("rollout.max_num_seqs")
     keys = {key: value for key, _, value in walk(config) if key not in free}
     fixed = {key: value for key, value in keys.items() if not key.startswith(FREE_GROUPS)}
     return {**masked_values(fixed), INPUT: questions.fingerprint}

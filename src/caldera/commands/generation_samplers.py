@@ -10,19 +10,25 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from caldera.commands.generation import Questions
-from caldera.config import ModelConfig, RolloutConfig
-from caldera.config.offline import GenerationConfig
+from caldera.config import ModelConfig
+from caldera.config.offline import GenerationConfig, generation_sampler
+from caldera.config.samplers import check_untrained
 from caldera.data import hf_tokenizer, object_array
 from caldera.data.chat import require_chat_template, tokenize_chat
-from caldera.errors import ConfigError, DataError, RolloutError
+from caldera.errors import DataError, RolloutError
 from caldera.models.loading import import_external
 from caldera.protocol import DataProto, DataProtoConfig
-from caldera.rollout import ROLLOUTS
 from caldera.rollout.remote import SEED_RANGE, ServerClient
 from caldera.seeds import derive_seed
 from caldera.single_controller import ClassWithInitArgs, ResourcePool, WorkerGroup
 from caldera.workers import SamplerWorker
-from caldera.workers.sampler import MODEL_KEY, PROMPT_IDS, RESPONSE_IDS, SEEDS
+from caldera.workers.sampler import (
+    MODEL_KEY,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    SEEDS,
+    untrained_sampler,
+)
 
 ROLE = "sampler"
 MakeGroups = Callable[[ResourcePool, dict[str, ClassWithInitArgs]], dict[str, WorkerGroup]]
@@ -48,9 +54,7 @@ class Samplers:
             external_lib=config.model.external_lib,
         )
         import_external(self._model, MODEL_KEY)
-        if config.rollout.name not in ROLLOUTS:
-            known = ", ".join(ROLLOUTS.names())
-            raise ConfigError(f"rollout.name={config.rollout.name!r}: takes one of {known}")
+        check_untrained(config.rollout, untrained_sampler(config.rollout.sampler).traits)
         self._tokenizer = hf_tokenizer(
             str(config.model.path), config.model.trust_remote_code, key="model.path"
         )
@@ -61,7 +65,7 @@ class Samplers:
         trainer = self._config.trainer
         eos, device = self._tokenizer.eos_token_id, str(trainer.device)
         recipe = ClassWithInitArgs(
-            SamplerWorker, self._model, rollout_config(self._config), eos, device
+            SamplerWorker, self._model, generation_sampler(self._config), eos, device
         )
         places = ResourcePool([trainer.n_gpus_per_node or 1] * trainer.nnodes)
         self._group = self._make_groups(places, {ROLE: recipe})[ROLE]
@@ -89,37 +93,6 @@ class Samplers:
             [str(self._tokenizer.decode(ids, skip_special_tokens=True)) for ids in answers]
             for answers in sampled.non_tensor_batch[RESPONSE_IDS]
         ]
-
-
-def rollout_config(config: GenerationConfig) -> RolloutConfig:
-    """What the samplers of training take."""
-    rollout = config.rollout
-    return RolloutConfig(
-        name=rollout.name,
-        temperature=rollout.temperature,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        min_p=rollout.min_p,
-        repetition_penalty=rollout.repetition_penalty,
-        presence_penalty=rollout.presence_penalty,
-        frequency_penalty=rollout.frequency_penalty,
-        stop_token_ids=rollout.stop_token_ids,
-        stop=rollout.stop,
-        n=config.data.n_samples,
-        seed=rollout.seed,
-        prompt_length=rollout.prompt_length,
-        response_length=rollout.response_length,
-        dtype=rollout.dtype,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        ignore_eos=rollout.ignore_eos,
-        max_num_batched_tokens=rollout.max_num_batched_tokens,
-        max_num_seqs=rollout.max_num_seqs,
-        calculate_log_probs=False,
-        tensor_model_parallel_size=rollout.tensor_model_parallel_size,
-        engine_python=rollout.engine_python,
-        engine_kwargs={str(rollout.name): rollout.engine_kwargs},
-        remote=rollout.remote,
-    )
 
 
 def _tokenize(

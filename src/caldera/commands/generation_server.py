@@ -10,9 +10,8 @@ from typing import Any
 from caldera.commands.generate import run_generation
 from caldera.config import PPOTrainerConfig, compose_config
 from caldera.config.fields import check_values, default_of, shown, walk
-from caldera.config.generation_checks import check_generation
 from caldera.config.loader import read_override
-from caldera.config.offline import GenerationConfig
+from caldera.config.offline import GenerationConfig, check_generation
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.trainer.entry import ConfigCommand
 
@@ -35,6 +34,9 @@ SAME = {
         "engine_python",
         "max_num_batched_tokens",
         "max_num_seqs",
+        "max_model_len",
+        "enable_chunked_prefill",
+        "enable_prefix_caching",
         "ignore_eos",
         "min_p",
         "repetition_penalty",
@@ -135,7 +137,7 @@ def _generation(given: PPOTrainerConfig, output: Any) -> GenerationConfig:
     rollout = given.actor_rollout_ref.rollout
     made.data.path, made.data.output_path = _one_file(given.data.train_files), output
     made.data.n_samples = rollout.n
-    made.rollout.engine_kwargs = dict(rollout.engine_kwargs.get(str(rollout.name)) or {})
+    made.rollout.engine_kwargs = dict(rollout.engine_kwargs.get(rollout.sampler) or {})
     if not rollout.do_sample:
         made.rollout.temperature = 0.0
     made.ray_kwargs = given.ray_kwargs

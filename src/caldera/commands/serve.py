@@ -21,18 +21,19 @@ from transformers.utils.logging import disable_progress_bar
 from caldera.config import ModelConfig, compose_config
 from caldera.config.fields import check_values
 from caldera.config.machine import log_chosen
-from caldera.config.serve import ServeConfig, check_serve, resolve_serve, sampler_config
+from caldera.config.samplers import check_untrained
+from caldera.config.serve import ServeConfig, check_serve, resolve_serve, served_sampler
 from caldera.data import hf_tokenizer
 from caldera.errors import ConfigError
 from caldera.models.forward import base_module
 from caldera.models.loading import import_external
-from caldera.rollout import ROLLOUTS, AsyncSampler, Rollout
+from caldera.rollout import AsyncSampler, Rollout
 from caldera.serving import Account, ChatModel, Recorder, SessionServer
 from caldera.tools.formats import TOOL_PARSERS
 from caldera.tracking.progress import print_line
 from caldera.trainer.entry import ConfigCommand
 from caldera.workers.building import stop_tokens
-from caldera.workers.sampler import MODEL_KEY, build_sampler, load_sampled
+from caldera.workers.sampler import MODEL_KEY, build_sampler, load_sampled, untrained_sampler
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +86,15 @@ def start(config: ServeConfig) -> Serving:
         external_lib=config.model.external_lib,
     )
     import_external(model, MODEL_KEY)
-    _check_names(config)
+    _check_format(config)
     tokenizer = _tokenizer(config)
     keys = config.rollout
-    module = load_sampled(model, keys.name, str(keys.dtype), keys.seed)
+    traits = untrained_sampler(keys.sampler).traits
+    check_untrained(keys, traits)
+    module = load_sampled(model, keys.sampler, str(keys.dtype), keys.seed)
     length = _longest(config, module)
     device = torch.device(str(config.server.device))
-    rollout = build_sampler(sampler_config(config, length), module, device)
+    rollout = build_sampler(served_sampler(config, length, traits), module, device)
     served = ChatModel(
         name=config.server.served_model_name or str(config.model.path),
         tokenizer=tokenizer,
@@ -116,13 +119,10 @@ def start(config: ServeConfig) -> Serving:
     return Serving(rollout, sampler, server)
 
 
-def _check_names(config: ServeConfig) -> None:
-    for key, name, known in (
-        ("rollout.name", config.rollout.name, ROLLOUTS.names()),
-        ("server.tool_format", config.server.tool_format, TOOL_PARSERS.names()),
-    ):
-        if name not in known:
-            raise ConfigError(f"{key}={name!r}: takes one of {', '.join(known)}")
+def _check_format(config: ServeConfig) -> None:
+    name, known = config.server.tool_format, TOOL_PARSERS.names()
+    if name not in known:
+        raise ConfigError(f"server.tool_format={name!r}: takes one of {', '.join(known)}")
 
 
 def _tokenizer(config: ServeConfig) -> PreTrainedTokenizerBase:

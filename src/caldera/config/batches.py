@@ -8,7 +8,7 @@ from typing import Any
 
 from caldera.config.needs import needs_critic, needs_reference
 from caldera.config.ppo import PPOTrainerConfig
-from caldera.config.rollout_checks import check_sampling_devices
+from caldera.config.samplers import check_sampling_devices
 from caldera.config.strategies import (
     Role,
     check_ranks,
@@ -175,8 +175,7 @@ def _check_sharing(config: PPOTrainerConfig) -> None:
         elif not role.is_megatron and role.name != "reward_model":
             _check_torch_sharing(role, _devices(config))
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    size, a_node = rollout.tensor_model_parallel_size, trainer.n_gpus_per_node
-    check_sampling_devices(rollout.name, size, a_node, trainer.nnodes)
+    check_sampling_devices(rollout, trainer.n_gpus_per_node, trainer.nnodes, ROLLOUT)
 
 
 def _check_torch_sharing(role: Role, devices: int) -> None:

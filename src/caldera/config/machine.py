@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import TYPE_CHECKING
 
 from caldera.config.batches import check_devices
 from caldera.config.megatron import MegatronConfig
-from caldera.config.offline import GenerationConfig
 from caldera.config.optim import FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig
-from caldera.config.sft import SFTTrainerConfig
+from caldera.config.samplers import DEFAULT_SAMPLER
 from caldera.config.strategies import roles
 from caldera.errors import ConfigError
+
+if TYPE_CHECKING:
+    from caldera.config.offline import GenerationConfig
+    from caldera.config.sft import SFTTrainerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +34,8 @@ def resolve_for_machine(config: PPOTrainerConfig, gpus: int) -> list[str]:
         warn_of_cores(device, _ranks(config))
     check_devices(config)
     if rollout.name is None:
-        rollout.name = "native"
-        chosen.append("actor_rollout_ref.rollout.name=native")
+        rollout.name = DEFAULT_SAMPLER
+        chosen.append(f"actor_rollout_ref.rollout.name={rollout.name}")
     for key, memory in memories(config).items():
         if memory.dtype is None:
             memory.dtype = default_dtype(device, memory)

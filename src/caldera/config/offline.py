@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from urllib.parse import urlsplit
 
-from caldera.config.fields import mapping, nested, option, precision
+from caldera.config.fields import nested, option
+from caldera.config.machine import check_gpus_here, choose_devices, warn_of_cores
 from caldera.config.ppo import RayConfig
 from caldera.config.reward import CustomRewardFunctionConfig
-from caldera.config.rollout import PenaltyKeys, RemoteConfig, StopKeys
+from caldera.config.rollout import RolloutConfig, sampler_config
+from caldera.config.samplers import (
+    DEFAULT_SAMPLER,
+    REPETITION,
+    PenaltyKeys,
+    SamplerKeys,
+    StopKeys,
+    check_sampling_devices,
+    check_stops,
+    check_untrained,
+)
+from caldera.errors import ConfigError
+from caldera.storage import is_url
+
+GROUP = "rollout"
 
 
 @dataclass
@@ -37,9 +53,7 @@ class GenerationModelConfig:
 
 
 @dataclass
-class GenerationRolloutConfig(StopKeys, PenaltyKeys):
-    name: str | None = None
-    """Sampler: native, hf, vllm, sglang, remote; null: native."""
+class GenerationRolloutConfig(StopKeys, PenaltyKeys, SamplerKeys):
     url: str | None = None
     """Address of a server that samples, such as http://host:8000, asked at /v1/chat/completions;
     null: samplers of the run's own."""
@@ -53,24 +67,6 @@ class GenerationRolloutConfig(StopKeys, PenaltyKeys):
     """Most tokens of a prompt."""
     response_length: int = option(512, minimum=1, unit="tokens")
     """Most tokens of an answer."""
-    seed: int = 42
-    """Root of every sample's seed."""
-    dtype: str | None = precision(None)
-    """Precision of sampling; null: bfloat16 on CUDA, float32 on a CPU."""
-    gpu_memory_utilization: float = option(0.5, minimum=0, maximum=1, unit="share of memory")
-    """Memory of the GPU that weights and cache may fill."""
-    tensor_model_parallel_size: int = option(1, minimum=1, unit="devices")
-    """vLLM and SGLang: devices that share one engine: those of as many ranks on one node, or, of a
-    run with one rank, those that it sees."""
-    engine_python: str | None = None
-    """Python that has vLLM or SGLang, which then runs in a process of its own; null: this one."""
-    engine_kwargs: dict[str, Any] = mapping()
-    """Further arguments of vLLM (EngineArgs) or SGLang (Engine)."""
-    remote: RemoteConfig = nested(RemoteConfig)
-    max_num_batched_tokens: int = option(8192, minimum=1, unit="tokens")
-    """Prompt tokens that one forward pass of the sampler takes."""
-    max_num_seqs: int = option(256, minimum=1, unit="sequences")
-    """Sequences that are decoded at the same time, by each device or by the server."""
     ignore_eos: bool = False
     """Go on to the full length whatever is sampled."""
 
@@ -97,6 +93,121 @@ class GenerationConfig:
     rollout: GenerationRolloutConfig = nested(GenerationRolloutConfig)
     trainer: GenerationRunConfig = nested(GenerationRunConfig)
     ray_kwargs: RayConfig = nested(RayConfig)
+
+
+def generation_sampler(config: GenerationConfig) -> RolloutConfig:
+    """What its samplers take."""
+    keys = config.rollout
+    return sampler_config(
+        keys,
+        n=config.data.n_samples,
+        temperature=keys.temperature,
+        top_k=keys.top_k,
+        top_p=keys.top_p,
+        prompt_length=keys.prompt_length,
+        response_length=keys.response_length,
+        ignore_eos=keys.ignore_eos,
+        calculate_log_probs=False,
+    )
+
+
+def check_generation(config: GenerationConfig) -> None:
+    """Keys fit together."""
+    for key, value in {
+        "data.path": config.data.path,
+        "data.output_path": config.data.output_path,
+        "model.path": config.model.path,
+    }.items():
+        if not value:
+            raise ConfigError(f"{key} is required: give {key}=...")
+    _check_output(config)
+    rollout = config.rollout
+    if rollout.temperature == 0 and config.data.n_samples != 1:
+        raise ConfigError(
+            f"data.n_samples={config.data.n_samples}: with rollout.temperature=0 all answers to a "
+            "prompt are the same; takes data.n_samples=1, or a rollout.temperature above 0"
+        )
+    check_untrained(rollout, rollout.traits)
+    check_sampling_devices(rollout, config.trainer.n_gpus_per_node, config.trainer.nnodes, GROUP)
+    check_stops(rollout, rollout.ignore_eos, GROUP)
+    if rollout.url is not None:
+        _check_server(config, rollout.url)
+
+
+def _check_output(config: GenerationConfig) -> None:
+    output = str(config.data.output_path)
+    if is_url(output) or not output.endswith(".parquet"):
+        raise ConfigError(
+            f"data.output_path={output!r}: takes a file of this machine whose name ends in .parquet"
+        )
+    if Path(output).expanduser().resolve() == Path(str(config.data.path)).expanduser().resolve():
+        raise ConfigError(f"data.output_path={output!r} is data.path: takes another file")
+
+
+def _check_server(config: GenerationConfig, url: str) -> None:
+    rollout = config.rollout
+    parts = urlsplit(url)
+    for key, value, default in (
+        ("nnodes", config.trainer.nnodes, 1),
+        ("worker_group", config.trainer.worker_group, None),
+    ):
+        if value != default:
+            raise ConfigError(
+                f"trainer.{key}={value}: the server at rollout.url samples; set one alone"
+            )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"rollout.url={url!r}: takes an address such as http://host:8000")
+    if rollout.name is not None:
+        raise ConfigError(
+            f"rollout.name={rollout.name!r}: the server at rollout.url samples; set one alone"
+        )
+    if rollout.top_k != -1:
+        raise ConfigError(
+            f"rollout.top_k={rollout.top_k}: chat completions (rollout.url) have no such limit; "
+            "takes rollout.top_k=-1"
+        )
+    for name in ("min_p", REPETITION):
+        value, usual = getattr(rollout, name), getattr(PenaltyKeys, name)
+        if value != usual:
+            raise ConfigError(
+                f"rollout.{name}={value}: chat completions (rollout.url) do not have it; takes "
+                f"rollout.{name}={usual:g}, or rollout.remote.url instead of rollout.url"
+            )
+    if rollout.stop_token_ids:
+        raise ConfigError(
+            f"rollout.stop_token_ids={rollout.stop_token_ids}: chat completions (rollout.url) have "
+            "stop strings only; takes rollout.stop, or rollout.remote.url instead of rollout.url"
+        )
+    if rollout.ignore_eos:
+        raise ConfigError(
+            "rollout.ignore_eos=True: chat completions (rollout.url) have no such switch; takes "
+            "False"
+        )
+
+
+def resolve_generation(config: GenerationConfig, gpus: int) -> list[str]:
+    """Fill in what depends on the machine; returns what was chosen, for a person to read.
+
+    `gpus` are those of this machine, or of a node of the cluster.
+    """
+    trainer, rollout = config.trainer, config.rollout
+    chosen: list[str] = []
+    if trainer.worker_group == "local" and trainer.nnodes > 1:
+        raise ConfigError(
+            f"trainer.worker_group='local': trainer.nnodes={trainer.nnodes} nodes need 'ray'"
+        )
+    device, ranks = choose_devices(config, gpus, chosen)
+    check_gpus_here(config, gpus)
+    if trainer.worker_group == "local":
+        warn_of_cores(device, ranks)
+    if rollout.name is None:
+        rollout.name = DEFAULT_SAMPLER
+        chosen.append(f"rollout.name={rollout.name}")
+    if rollout.dtype is None:
+        rollout.dtype = "bfloat16" if trainer.device == "cuda" else "float32"
+        chosen.append(f"rollout.dtype={rollout.dtype}")
+    check_sampling_devices(rollout, trainer.n_gpus_per_node, trainer.nnodes, GROUP)
+    return chosen
 
 
 @dataclass

@@ -20,6 +20,7 @@ from caldera.config.reasons import (
     SCORED_WHILE_SAMPLING,
     WEIGHTS_ARE_READ,
 )
+from caldera.config.samplers import BatchingKeys
 
 NO_LANGUAGE_HEAD = "a reward model has no language head; leave the key out"
 NO_SERVER_OPTION = "the server of reward models has no such option"
@@ -68,8 +69,9 @@ class RewardModelModelConfig:
 
 
 @dataclass
-class RewardRolloutConfig:
-    """The server of a reward model."""
+class RewardRolloutConfig(BatchingKeys):
+    """The server of a reward model. A language model samples with the native sampler, whose keys
+    of precision, memory and batches these are."""
 
     name: str | None = option(None, choices=("native", "vllm", "sglang"))
     """Score through a server: `native` is one of this run's own, a whole model on each rank;
@@ -100,10 +102,6 @@ class RewardRolloutConfig:
     load_format: str = refused("auto", NO_SERVER_OPTION)
     engine_kwargs: dict[str, Any] = refused({}, NO_SERVER_OPTION)
     limit_images: int | None = refused(None, NO_IMAGES)
-    enable_chunked_prefill: bool = False
-    """Language models: run prompts in pieces beside the decoding, which whole ones interrupt."""
-    enable_prefix_caching: bool = False
-    """Language models: keep the cache of ended requests for those that begin alike."""
     disable_log_stats: bool = refused(True, NO_SERVER_OPTION)
     skip_tokenizer_init: bool = refused(False, NO_SERVER_OPTION)
     prompt_length: int = option(2048, minimum=1, unit="tokens")

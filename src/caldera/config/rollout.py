@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from omegaconf import II
 
-from caldera.config.fields import ConfigGroup, mapping, nested, option, precision, refused
+from caldera.config.fields import mapping, nested, option, refused
 from caldera.config.model import MtpConfig
 from caldera.config.profiling import RolloutProfilerConfig
 from caldera.config.reasons import (
@@ -16,36 +16,30 @@ from caldera.config.reasons import (
     NO_ROUTER_REPLAY,
     NO_TRANSFER,
 )
+from caldera.config.samplers import (
+    ENGINE_KWARGS,
+    KEY,
+    NOT_SERVED,
+    SAMPLERS,
+    TENSOR_PARALLEL,
+    BatchingKeys,
+    PenaltyKeys,
+    SamplerKeys,
+    SamplerTraits,
+    StopKeys,
+    check_parameters,
+    check_stops,
+    check_taken,
+    is_taken,
+    one_of,
+    takers_of,
+    trained_samplers,
+)
+from caldera.errors import ConfigError, UnsupportedError
 
 NAMED_BY_MODEL = "weights go to samplers under Hugging Face's names"
 SHARED_MATRICES = "devices share an engine by its matrices alone (tensor_model_parallel_size)"
 QUANTIZED = "samplers use the trainer's weights, which are not quantised"
-
-
-@dataclass
-class PenaltyKeys(ConfigGroup):
-    """What changes a token's chances beside temperature, top_k and top_p, under vLLM's names."""
-
-    min_p: float = option(0.0, minimum=0, maximum=1, unit="share of the most likely probability")
-    """Only tokens of at least this share of the most likely one's probability may be drawn; 0:
-    all."""
-    repetition_penalty: float = option(1.0, minimum=0)
-    """Logits of tokens that prompt or answer have are divided by it, or multiplied if negative; 1:
-    none."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the answer has; 0: none."""
-    frequency_penalty: float = 0.0
-    """Subtracted from the logit of a token as often as the answer has it; 0: none."""
-
-
-@dataclass
-class StopKeys(ConfigGroup):
-    stop_token_ids: list[int] | None = None
-    """Tokens that end an answer beside the model's end tokens. They stay in the answer, and are
-    trained."""
-    stop: list[str] | None = None
-    """Strings that end an answer. The token that completes one is the answer's last, so the text of
-    the string stays in the answer, and is trained."""
 
 
 @dataclass
@@ -158,18 +152,7 @@ class NativeRolloutConfig:
 
 
 @dataclass
-class RemoteConfig:
-    url: str | None = None
-    """rollout.name=remote: address of an OpenAI-compatible server that takes and gives token ids,
-    such as http://host:8000. It cannot be trained: for generation and serving."""
-    model: str | None = None
-    """What the server calls the model; null: the only one that it has."""
-
-
-@dataclass
-class RolloutConfig(StopKeys, PenaltyKeys):
-    name: str | None = None
-    """Sampler: native, hf, vllm, sglang, remote; null: native."""
+class RolloutConfig(StopKeys, PenaltyKeys, SamplerKeys):
     mode: str = option("async", choices=("sync", "async"))
     """How the trainer waits. A sample depends on its seed alone, so both give the same ones."""
     temperature: float = option(1.0, minimum=0)
@@ -182,16 +165,10 @@ class RolloutConfig(StopKeys, PenaltyKeys):
     """Sample; false: greedy."""
     n: int = option(1, minimum=1, unit="samples a prompt")
     """Answers per prompt."""
-    seed: int = 42
-    """Root of every sample's seed, with step, prompt and repetition."""
     prompt_length: int = option(II("data.max_prompt_length"), minimum=1, unit="tokens")
     """Width of the padded prompts."""
     response_length: int = option(II("data.max_response_length"), minimum=1, unit="tokens")
     """Most tokens of an answer."""
-    dtype: str | None = precision(None)
-    """Precision of sampling; null: that of the parameters on a CPU, bfloat16 on CUDA."""
-    gpu_memory_utilization: float = option(0.5, minimum=0, maximum=1, unit="share of memory")
-    """Memory of the GPU that weights and cache may fill while sampling."""
     ignore_eos: bool = False
     """Go on to the full length whatever is sampled."""
     enforce_eager: bool = False
@@ -210,16 +187,6 @@ class RolloutConfig(StopKeys, PenaltyKeys):
     """vLLM and SGLang with engine_python: engines of each worker, which share its requests."""
     expert_parallel_size: int = refused(1, SHARED_MATRICES)
     pipeline_model_parallel_size: int = refused(1, SHARED_MATRICES)
-    enable_chunked_prefill: bool = False
-    """Run prompts in pieces beside the decoding, which whole ones interrupt on CUDA. Not for hf."""
-    enable_prefix_caching: bool = False
-    """Keep the cache of ended requests for those that begin alike. Not for hf."""
-    max_num_batched_tokens: int = option(8192, minimum=1, unit="tokens")
-    """Tokens that one forward pass takes: of whole prompts, or of all that it runs if chunked."""
-    max_model_len: int | None = option(None, minimum=1, unit="tokens")
-    """Most tokens of prompt and answer together; null: prompt_length + response_length."""
-    max_num_seqs: int = option(256, minimum=1, unit="sequences")
-    """Sequences that are decoded at the same time."""
     kv_cache_blocks: int | None = option(None, minimum=1, unit="pages of 16 tokens")
     """Native sampler: size of the key/value cache; null: fitted to memory and requests."""
     logprobs_mode: str = option(
@@ -255,10 +222,7 @@ class RolloutConfig(StopKeys, PenaltyKeys):
     quantization_config_file: str | None = refused(None, QUANTIZED)
     engine_kwargs: dict[str, Any] = mapping(vllm={}, sglang={}, trtllm={})
     """Further arguments of vLLM (EngineArgs) and SGLang (Engine), by sampler; others have none."""
-    engine_python: str | None = None
-    """Python that has vLLM or SGLang, which then runs in a process of its own; null: this one."""
     native: NativeRolloutConfig = nested(NativeRolloutConfig)
-    remote: RemoteConfig = nested(RemoteConfig)
     val_kwargs: ValKwargs = nested(ValKwargs)
     multi_turn: MultiTurnConfig = nested(MultiTurnConfig)
     agent: AgentConfig = nested(AgentConfig)
@@ -273,3 +237,107 @@ class RolloutConfig(StopKeys, PenaltyKeys):
     def longest_sequence(self) -> int:
         """Most tokens of prompt and answer."""
         return self.max_model_len or self.prompt_length + self.response_length
+
+
+def sampler_config(keys: BatchingKeys, **others: Any) -> RolloutConfig:
+    """What samplers take, of a command that does not train: its keys under their names, and others
+    by theirs."""
+    shared = (BatchingKeys, SamplerKeys, PenaltyKeys, StopKeys)
+    names = {field.name for kind in shared if isinstance(keys, kind) for field in fields(kind)}
+    values = {name: getattr(keys, name) for name in names}
+    if isinstance(keys, SamplerKeys):
+        values[ENGINE_KWARGS] = {keys.sampler: keys.engine_kwargs}
+    return RolloutConfig(**(values | others))
+
+
+TRACE_BACKENDS = ("mlflow", "trackio")
+
+
+def check_rollout(config: RolloutConfig, traits: SamplerTraits | None) -> None:
+    """Every key that is set is one that the sampler takes, or the first that is not raises.
+    `traits` is what the sampler declares; None: it is a custom one that is not loaded yet."""
+    name = config.sampler
+    _check_trained(config, name, traits)
+    if config.trace.backend not in (None, *TRACE_BACKENDS):
+        raise UnsupportedError(
+            f"{KEY}.trace.backend={config.trace.backend!r} is not part of this release; takes "
+            f"{', '.join(TRACE_BACKENDS)}"
+        )
+    check_stops(config, config.ignore_eos, KEY)
+    groups: dict[str, RolloutConfig | ValKwargs] = {
+        KEY: config,
+        f"{KEY}.val_kwargs": config.val_kwargs,
+    }
+    for group, keys in groups.items():
+        check_parameters(keys, traits, f"{KEY}.name={name}", group, trains=True)
+    if traits is None:
+        return
+    ranks = config.tensor_model_parallel_size
+    if ranks > 1 and config.native.exact and traits.ranks != "engine":
+        raise UnsupportedError(
+            f"{KEY}.native.exact=True with {KEY}.{TENSOR_PARALLEL}={ranks}: sums over ranks have "
+            f"another order than the trainer's; takes {KEY}.{TENSOR_PARALLEL}=1"
+        )
+    check_taken(config, traits, name, KEY, trains=True)
+    _check_engine_kwargs(config, traits, name)
+    if traits.log_probs_before_filters and _reports_processed(config):
+        for group, keys in groups.items():
+            _check_filters(keys, group, name)
+
+
+def _check_trained(config: RolloutConfig, name: str, traits: SamplerTraits | None) -> None:
+    """The sampler can be trained."""
+    trained = ", ".join(trained_samplers())
+    if name in NOT_SERVED:
+        raise UnsupportedError(f"{KEY}.name={name!r} is not part of this release; takes {trained}")
+    if traits is not None and not traits.takes_weights:
+        raise UnsupportedError(
+            f"{KEY}.name={name!r}: a server elsewhere does not take the weights that training "
+            f"makes; takes {trained}"
+        )
+    for key, value in {"url": config.remote.url, "model": config.remote.model}.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"{KEY}.remote.{key}={value!r}: a server elsewhere cannot be trained"
+            )
+
+
+def _reports_processed(config: RolloutConfig) -> bool:
+    return config.calculate_log_probs and config.logprobs_mode == "processed_logprobs"
+
+
+def _check_filters(keys: RolloutConfig | ValKwargs, group: str, name: str) -> None:
+    if not keys.do_sample:
+        return
+    others = one_of(
+        each for each in trained_samplers() if not SAMPLERS[each].log_probs_before_filters
+    )
+    for key in ("top_k", "top_p", "min_p"):
+        value = getattr(keys, key)
+        if value != getattr(RolloutConfig, key) and (key, value) != ("top_k", 0):
+            raise UnsupportedError(
+                f"{group}.{key}={value}: {KEY}.name={name} reports log-probs from before this "
+                f"filter. Takes {KEY}.logprobs_mode=raw_logprobs, {KEY}.calculate_log_probs=False, "
+                f"or {KEY}.name={others}"
+            )
+
+
+def _check_engine_kwargs(config: RolloutConfig, traits: SamplerTraits, name: str) -> None:
+    """Arguments are those of the engine that samples."""
+    for sampler, given in _without_nulls(config.engine_kwargs).items():
+        if sampler == name and is_taken(traits, ENGINE_KWARGS, trains=True):
+            if not isinstance(given, dict):
+                raise ConfigError(f"{KEY}.engine_kwargs.{sampler}={given!r}: takes a group of keys")
+            continue
+        known = SAMPLERS.get(sampler)
+        if known is not None and ENGINE_KWARGS in known.takes:
+            takes = f"takes {KEY}.name={sampler}, not {name}"
+        else:
+            takes = f"takes {takers_of(ENGINE_KWARGS)}, not {sampler}"
+        raise UnsupportedError(f"{KEY}.engine_kwargs.{sampler}={given!r}: {takes}")
+
+
+def _without_nulls(extra: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that are given: null stands for one that is not."""
+    items = {k: _without_nulls(v) if isinstance(v, dict) else v for k, v in extra.items()}
+    return {key: value for key, value in items.items() if value is not None and value != {}}

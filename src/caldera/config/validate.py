@@ -15,7 +15,7 @@ from caldera.config.optim import CONTENTS, CheckpointConfig, FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.config.profiling import ProfilerConfig, check_profilers
 from caldera.config.reward_checks import check_reward_model
-from caldera.config.rollout_checks import check_rollout
+from caldera.config.rollout import check_rollout
 from caldera.config.rollout_presets import check_rollout_correction, rollout_correction_preset
 from caldera.config.search_checks import check_search
 from caldera.config.strategies import check_strategies
@@ -100,7 +100,8 @@ def _check_world(config: PPOTrainerConfig) -> None:
         raise ConfigError(
             f"trainer.worker_group='local': trainer.nnodes={trainer.nnodes} nodes need 'ray'"
         )
-    check_rollout(config.actor_rollout_ref.rollout)
+    rollout = config.actor_rollout_ref.rollout
+    check_rollout(rollout, rollout.traits)
 
 
 def _check_precision(config: PPOTrainerConfig) -> None:

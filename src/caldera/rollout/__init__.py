@@ -1,5 +1,6 @@
 """Samplers: `native` (paged, continuous batching, any device), `hf` (transformers' generate),
-`vllm` and `sglang` (engines with a model of their own), and `remote` (a server elsewhere)."""
+`vllm` and `sglang` (engines with a model of their own), `remote` (a server elsewhere), and custom
+classes (`sampler_class`)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from caldera.rollout.base import (
     Rollout,
     SamplingParams,
     StepwiseRollout,
+    sampler_class,
 )
 from caldera.rollout.engines import build as _engines  # noqa: F401 -- registers them
 from caldera.rollout.hf import HFRollout
@@ -30,4 +32,5 @@ __all__ = [
     "Rollout",
     "SamplingParams",
     "StepwiseRollout",
+    "sampler_class",
 ]

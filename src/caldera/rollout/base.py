@@ -7,12 +7,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from caldera.errors import CalderaError, RolloutError
+from caldera.config.samplers import (
+    KEY,
+    NEUTRAL,
+    SAMPLERS,
+    SamplerTraits,
+    check_taken,
+    takers_of,
+)
+from caldera.data.importing import load_class
+from caldera.errors import CalderaError, RolloutError, UnsupportedError
 from caldera.models.forward import base_module
 from caldera.registry import Registry
 from caldera.rollout.weights import copy_weights
@@ -152,19 +161,18 @@ class Rollout(ABC):
     `version`, which completions carry.
     """
 
-    owns_weights: ClassVar[bool] = False
-    """Whether it samples with weights of its own, so that those of `module` are only their shape;
-    else with those of `module`, which a trainer may share."""
-    checks_weights: ClassVar[bool] = False
-    """Whether it compares its log-probs of a probe with the trainer's after each update."""
-    takes_weights: ClassVar[bool] = True
-    """Whether it can be given weights; else the shape of the model is all that it needs."""
+    traits = SamplerTraits()
+    """What it is and which keys it takes."""
     restarts = 0
     """How often what it samples with was started anew."""
     leads = True
     """Of ranks that sample together, whether this is the one to ask; the others `follow`."""
 
     def __init__(self, config: RolloutConfig, module: nn.Module, device: torch.device) -> None:
+        names = (name for name, traits in SAMPLERS.items() if traits is self.traits)
+        self.name = next(names, config.sampler)
+        """What messages call it."""
+        check_taken(config, self.traits, self.name, KEY, trains=True)
         self.config = config
         self.module = module
         self.device = device
@@ -198,7 +206,7 @@ class Rollout(ABC):
         """Take over the newest weights of a trainer's engine."""
         self.load_weights(source.export_weights(), version)
 
-    def expect(self, probe: Probe) -> None:  # noqa: B027 -- for those with `checks_weights`
+    def expect(self, probe: Probe) -> None:  # noqa: B027 -- for those whose traits say `checks_weights`
         """What it must say of a probe with the newest weights."""
 
     def leading(self) -> AbstractContextManager[None]:
@@ -234,6 +242,16 @@ class Rollout(ABC):
                 raise RolloutError(
                     f"request {index} has stop={request.params.stop!r}: the sampler was not told "
                     "how to decode tokens"
+                )
+            self._check_params(request.params)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        for name, neutral in NEUTRAL.items():
+            value = getattr(params, name)
+            if value not in neutral and name not in self.traits.takes:
+                raise UnsupportedError(
+                    f"sampling parameter {name}={value!r}: takes rollout.name={takers_of(name)}, "
+                    f"not {self.name}"
                 )
 
     @contextmanager
@@ -317,7 +335,14 @@ class StepwiseRollout(Rollout):
         """Whether any request has not ended, or has failed and was not told of."""
 
 
-ROLLOUTS: Registry[type[Rollout]] = Registry("actor_rollout_ref.rollout.name")
+ROLLOUTS: Registry[type[Rollout]] = Registry(f"{KEY}.name")
+
+
+def sampler_class(name: str, key: str = f"{KEY}.name") -> type[Rollout]:
+    """The sampler of a registered name, or a custom one: my.module.MySampler, file.py:MySampler."""
+    if name in ROLLOUTS or not set(name) & set(".:"):
+        return ROLLOUTS[name]
+    return load_class(name, Rollout, key)  # type: ignore[type-abstract]
 
 
 # ---- Strings that end a completion

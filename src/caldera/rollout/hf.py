@@ -19,8 +19,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from caldera.config.samplers import SAMPLERS
 from caldera.data.collate import left_pad
-from caldera.errors import UnsupportedError
 from caldera.models.forward import base_module
 from caldera.rollout.base import (
     ROLLOUTS,
@@ -51,22 +51,12 @@ class HFRollout(Rollout):
     gives the same samples, but a sample depends on what it is batched with.
     """
 
+    traits = SAMPLERS["hf"]
+
     def __init__(self, config: RolloutConfig, module: nn.Module, device: torch.device) -> None:
         super().__init__(config, module, device)
         self._dtype = sampling_dtype(module, config.dtype, device)
         self._raw_log_probs = config.logprobs_mode == "raw_logprobs"
-        options = {
-            "native.exact": config.native.exact or None,
-            "enable_prefix_caching": config.enable_prefix_caching or None,
-            "enable_chunked_prefill": config.enable_chunked_prefill or None,
-            "kv_cache_blocks": config.kv_cache_blocks,
-        }
-        for key, value in options.items():
-            if value is not None:
-                raise UnsupportedError(
-                    f"actor_rollout_ref.rollout.{key}={value}: takes "
-                    "actor_rollout_ref.rollout.name=native, not hf"
-                )
 
     def wake_up(self, part: RolloutPart | None = None) -> None:
         """Nothing to do: `generate` allocates its cache and frees it."""
@@ -74,11 +64,6 @@ class HFRollout(Rollout):
     def sleep(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def check(self, requests: Sequence[Request]) -> None:
-        super().check(requests)
-        for request in requests:
-            _check_params(request.params)
 
     def generate(
         self, requests: Sequence[Request], on_finished: OnFinished | None = None
@@ -147,22 +132,6 @@ class HFRollout(Rollout):
         count = len(tokens[:end])
         versions = ((self.version, count),)
         return Completion(tokens[:end], log_probs[:end], reason, self.version, versions)
-
-
-def _check_params(params: SamplingParams) -> None:
-    """Refuse what `generate` has no means for."""
-    none = SamplingParams(params.max_tokens)
-    for name in (
-        "repetition_penalty",  # that of transformers counts the padding, too
-        "presence_penalty",
-        "frequency_penalty",
-        "logprobs",
-        "prompt_logprobs",
-    ):
-        if (value := getattr(params, name)) != getattr(none, name):
-            raise UnsupportedError(
-                f"sampling parameter {name}={value!r} needs rollout.name=native, not hf"
-            )
 
 
 def _end_of_text(tokens: list[int], stops: tuple[str, ...], decode: Decode) -> int | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from caldera.config.samplers import SAMPLERS
 from caldera.errors import CalderaError, ConfigError, RolloutError, UnsupportedError
 from caldera.http_client import AsyncJsonClient, Refused, Retries, Unavailable
 from caldera.installation import install_command
@@ -22,7 +23,6 @@ from caldera.rollout.base import (
     OnToken,
     Request,
     RolloutPart,
-    SamplingParams,
     StepwiseRollout,
 )
 from caldera.storage import shown_url
@@ -45,8 +45,6 @@ SENT = (
     "ignore_eos",
 )
 """Parameters that go over as they are."""
-OF_THE_SERVER = ("enable_prefix_caching", "enable_chunked_prefill", "logprobs_mode")
-"""Keys that whoever starts the server decides on."""
 
 
 @ROLLOUTS.register("remote")
@@ -57,18 +55,12 @@ class RemoteRollout(StepwiseRollout):
     its log-probs mean is the server's to say.
     """
 
-    owns_weights = True
-    takes_weights = False
+    traits = SAMPLERS["remote"]
 
     def __init__(self, config: RolloutConfig, module: nn.Module, device: torch.device) -> None:
         super().__init__(config, module, device)
         if config.remote.url is None:
             raise ConfigError(f"{URL}=null: rollout.name=remote needs the address of a server")
-        for key in OF_THE_SERVER:
-            if (value := getattr(config, key)) != getattr(type(config), key):
-                raise UnsupportedError(
-                    f"rollout.{key}={value!r}: rollout.name=remote leaves it to the server"
-                )
         self._loop = asyncio.new_event_loop()
         self._client = _client(config.remote.url, config.max_num_seqs)
         self._gate = asyncio.Semaphore(config.max_num_seqs)
@@ -93,17 +85,6 @@ class RemoteRollout(StepwiseRollout):
             self.abort(number)
         self._loop.run_until_complete(self._client.close())
         self._loop.close()
-
-    def check(self, requests: Sequence[Request]) -> None:
-        super().check(requests)
-        for request in requests:
-            plain = SamplingParams(request.params.max_tokens)
-            for name in ("logprobs", "prompt_logprobs"):
-                if (value := getattr(request.params, name)) != getattr(plain, name):
-                    raise UnsupportedError(
-                        f"sampling parameter {name}={value!r}: rollout.name=remote gets the "
-                        "log-probs of sampled tokens alone"
-                    )
 
     def add(
         self,

@@ -22,7 +22,7 @@ from caldera.errors import ConfigError
 from caldera.models.forward import base_module, without_adapter
 from caldera.models.loading import DTYPES, Built, build_policy, load_policy
 from caldera.protocol import DataProto
-from caldera.rollout import ROLLOUTS, Rollout
+from caldera.rollout import Rollout, sampler_class
 from caldera.rollout.base import OnFinished
 from caldera.rollout.batch import completions_to_batch, requests_from_batch, sampling_params
 from caldera.rollout.native.parallel.engine import TensorParallelRollout
@@ -279,8 +279,8 @@ class ActorRolloutRefWorker(TrainedWorker, ProfiledWorker):
         part of one that several ranks share, or an engine with a model of its own."""
         config, memory = self.config.rollout, self._memory()
         module = self.actor.module
-        sampler = ROLLOUTS[config.name or "native"]
-        if sampler.owns_weights:
+        sampler = sampler_class(config.sampler)
+        if sampler.traits.owns_weights:
             return sampler(config, module, self.device)
         dtype = DTYPES[config.dtype or memory.model_dtype]
         # adapters come over merged

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from caldera.config import RolloutConfig
 from caldera.config.reward import RewardModelConfig
+from caldera.config.rollout import sampler_config
 from caldera.models.forward import base_module
 from caldera.rollout import AsyncSampler, NativeRollout, Rollout
 from caldera.serving import ChatModel, SessionServer
@@ -65,18 +65,12 @@ def serve_language_model(
     keys, hugging_face = config.rollout, base_module(module).config
     most = keys.max_model_len or keys.prompt_length + keys.response_length
     most = min(most, getattr(hugging_face, "max_position_embeddings", most))
-    rollout = RolloutConfig(
-        name="native",
+    rollout = sampler_config(
+        keys,
         prompt_length=keys.prompt_length,
         response_length=keys.response_length,
         max_model_len=most,
-        max_num_seqs=keys.max_num_seqs,
-        max_num_batched_tokens=keys.max_num_batched_tokens,
-        gpu_memory_utilization=keys.gpu_memory_utilization,
-        enable_chunked_prefill=keys.enable_chunked_prefill,
-        enable_prefix_caching=keys.enable_prefix_caching,
         logprobs_mode="raw_logprobs",
-        dtype=keys.dtype,
     )
     model = ChatModel(
         name=str(config.model.path),

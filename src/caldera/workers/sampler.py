@@ -10,10 +10,11 @@ from torch import nn
 
 from caldera.config import ModelConfig, RolloutConfig
 from caldera.data import object_array
+from caldera.errors import ConfigError
 from caldera.models.forward import base_module
 from caldera.models.loading import DTYPES, load_policy, shape_of_policy
 from caldera.protocol import DataProto
-from caldera.rollout import ROLLOUTS, Completion, Request, Rollout, StepwiseRollout
+from caldera.rollout import ROLLOUTS, Completion, Request, Rollout, sampler_class
 from caldera.rollout.batch import requests_from_batch
 from caldera.single_controller import (
     Dispatch,
@@ -52,7 +53,7 @@ class SamplerWorker(Worker):
     def init_model(self) -> None:
         """Load the weights, in the precision of sampling, and build the sampler."""
         config = self.config
-        module = load_sampled(self.model, str(config.name), str(config.dtype), config.seed)
+        module = load_sampled(self.model, config.sampler, str(config.dtype), config.seed)
         register_sampling_mesh(self, "rollout", config)
         check_stop_tokens(module, config, "rollout")
         self.rollout = build_sampler(config, module, self.device)
@@ -90,26 +91,32 @@ class SamplerWorker(Worker):
         return DataProto(non_tensor_batch={RESPONSE_IDS: object_array(responses)})
 
     def _sample(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Completion]:
-        if isinstance(self.rollout, StepwiseRollout):
+        if not self.rollout.traits.draws_together:
             return self.rollout.generate(requests)
-        # Others may draw a batch from one stream, as `hf` does: responses would depend on what else
-        # is in the batch. So each prompt is a separate batch.
+        # Responses would depend on what else is in the batch, so each prompt is a separate batch.
         groups = _groups(requests, counts)
         return [completion for group in groups for completion in self.rollout.generate(group)]
+
+
+def untrained_sampler(name: str) -> type[Rollout]:
+    """The sampler of that name, outside training."""
+    if name not in ROLLOUTS and not set(name) & set(".:"):
+        raise ConfigError(f"rollout.name={name!r}: takes one of {', '.join(ROLLOUTS.names())}")
+    return sampler_class(name, "rollout.name")
 
 
 def load_sampled(model: ModelConfig, sampler: str, dtype: str, seed: int) -> nn.Module:
     """What the sampler of that name samples from. A server elsewhere has weights of its own: of the
     model here, which may be far too large for this machine, the shape is enough."""
-    if not ROLLOUTS[sampler].takes_weights:
+    if not untrained_sampler(sampler).traits.takes_weights:
         return shape_of_policy(model, MODEL_KEY)
     return load_policy(model, DTYPES[dtype], seed, MODEL_KEY)
 
 
 def build_sampler(config: RolloutConfig, module: nn.Module, device: torch.device) -> Rollout:
     """A sampler of the weights that the module has; an engine takes them when it first samples."""
-    sampler = ROLLOUTS[str(config.name)]
-    return sampler(config, module.to(device) if sampler.takes_weights else module, device)
+    sampler = untrained_sampler(config.sampler)
+    return sampler(config, module.to(device) if sampler.traits.takes_weights else module, device)
 
 
 def _groups(requests: Sequence[Request], counts: Sequence[int]) -> Iterator[Sequence[Request]]:

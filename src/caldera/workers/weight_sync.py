@@ -27,7 +27,7 @@ class WeightSync:
         self._rollout = rollout
         self._free_cache = free_cache
         self._dtype = dtype
-        self.shares_storage = not rollout.owns_weights and rollout.module is engine.module
+        self.shares_storage = not rollout.traits.owns_weights and rollout.module is engine.module
         self._sent_version: int | None = None
 
     def update_weights(self) -> None:
@@ -36,7 +36,7 @@ class WeightSync:
         if not self.shares_storage and self._sent_version != version:
             self._engine.onload()
             self._rollout.update(self._engine, version)
-            if self._rollout.checks_weights:
+            if self._rollout.traits.checks_weights:
                 self._rollout.expect(self._probe())
             self._engine.offload()
             self._rollout.synchronize()

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from caldera.config import compose_config
-from caldera.config.generation_checks import check_generation, resolve_generation
-from caldera.config.offline import GenerationConfig
+from caldera.config.offline import GenerationConfig, check_generation, resolve_generation
 from caldera.errors import ConfigError
 
 TENSOR_PARALLEL = "rollout.tensor_model_parallel_size"

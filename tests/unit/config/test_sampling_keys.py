@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from caldera.commands.generate import load_generation
-from caldera.commands.generation_samplers import rollout_config
 from caldera.commands.generation_server import load_served_generation
 from caldera.config import PPOTrainerConfig, load_config
+from caldera.config.offline import generation_sampler
 from caldera.errors import CalderaError
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -78,8 +78,8 @@ def test_no_token_ends_an_answer_with_ignore_eos() -> None:
     ("sampler", "override", "takers"),
     [
         ("hf", "repetition_penalty=1.1", "native or vllm, not hf"),
-        ("hf", "presence_penalty=0.1", "native or vllm or sglang, not hf"),
-        ("hf", "frequency_penalty=-0.1", "native or vllm or sglang, not hf"),
+        ("hf", "presence_penalty=0.1", "native, vllm or sglang, not hf"),
+        ("hf", "frequency_penalty=-0.1", "native, vllm or sglang, not hf"),
         ("sglang", "repetition_penalty=1.1", "native or vllm, not sglang"),
     ],
 )
@@ -115,7 +115,7 @@ def test_generation_hands_them_to_its_samplers() -> None:
     given = load_generation(
         [*GENERATION, *(f"rollout.{text}" for text in GIVEN)], "generation", None
     )
-    made = rollout_config(given)
+    made = generation_sampler(given)
     assert {key: made[key] for key in KEYS} == KEYS
 
 
@@ -127,7 +127,7 @@ def test_generation_with_the_keys_of_training_hands_them_on() -> None:
         ],
         "ppo_trainer", None,
     )  # fmt: skip
-    sampled = rollout_config(made)
+    sampled = generation_sampler(made)
     assert {key: sampled[key] for key in KEYS} == KEYS
 
 

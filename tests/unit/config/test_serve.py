@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from caldera.commands.serve import load_serving
-from caldera.config.serve import sampler_config
+from caldera.config.rollout import RolloutConfig
+from caldera.config.samplers import SAMPLERS
+from caldera.config.serve import ServeConfig, served_sampler
 from caldera.errors import CalderaError
+
+
+def sampler_config(config: ServeConfig, length: int) -> RolloutConfig:
+    return served_sampler(config, length, SAMPLERS[config.rollout.sampler])
 
 
 def test_engines_get_their_keys() -> None:
@@ -70,7 +76,7 @@ def test_log_probs_are_the_models_unless_others_are_asked_for(
                 "rollout.remote.url=http://host:1",
                 "rollout.logprobs_mode=processed_logprobs",
             ],
-            r"^rollout.logprobs_mode='processed_logprobs': .* leaves it to the server",
+            r"^rollout.logprobs_mode='processed_logprobs': .*vllm or sglang, not remote",
         ),
         (["rollout.remote.model=m"], r"^rollout.remote.model='m': takes rollout.name=remote"),
     ],

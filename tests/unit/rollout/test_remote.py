@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from caldera.config.rollout import RemoteConfig
+from caldera.config.samplers import RemoteConfig
 from caldera.errors import ConfigError, RolloutError, UnsupportedError
 from caldera.rollout import AsyncSampler, RemoteRollout, Request, SamplingParams
 
@@ -168,5 +168,5 @@ def test_what_the_server_decides_is_refused(
     llama: torch.nn.Module, config: Any, server: Server, key: str, value: object
 ) -> None:
     given = config(name="remote", remote=RemoteConfig(server.url), **{key: value})
-    with pytest.raises(UnsupportedError, match=f"rollout.{key}={value!r}: .*to the server"):
+    with pytest.raises(UnsupportedError, match=f"rollout.{key}={value!r}: takes .*, not remote"):
         RemoteRollout(given, llama, CPU)

@@ -129,7 +129,9 @@ def test_a_sampler_of_whole_batches(serve: Serve) -> None:
     # what it has no means for is the mistake of that request alone
     reply = served.ask(CHAT, {"messages": ASKED, "presence_penalty": 1})
     assert reply.status_code == 400
-    assert "presence_penalty=1.0 needs rollout.name=native" in reply.json()["error"]["message"]
+    assert (
+        "presence_penalty=1.0: takes rollout.name=native, vllm" in reply.json()["error"]["message"]
+    )
     assert served.chat(**greedy)["choices"][0]["message"]["content"] == expected
 
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from caldera.config.samplers import KEY, SAMPLERS
 from caldera.errors import UnsupportedError
 from caldera.models.forward import base_module
 from caldera.rollout.base import ROLLOUTS
 from caldera.rollout.engines.host.caldera_engine.base import SteppedEngine
 from caldera.rollout.engines.options import (
-    KEY,
     MEGABYTE,
     engine_arguments,
     engine_environment,
@@ -82,6 +82,7 @@ class VllmRollout(_ConfiguredEngine):
     """Samples with vLLM."""
 
     engine = "vllm"
+    traits = SAMPLERS[engine]
 
 
 @ROLLOUTS.register("sglang")
@@ -89,6 +90,7 @@ class SglangRollout(_ConfiguredEngine):
     """Samples with SGLang."""
 
     engine = "sglang"
+    traits = SAMPLERS[engine]
 
 
 def _devices(device: torch.device, ranks: EngineRanks | None) -> int | None:

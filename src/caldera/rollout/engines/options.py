@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from caldera.config.samplers import KEY, SamplerTraits
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.rollout.base import SamplingParams
 from caldera.seeds import derive_seed
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from caldera.config import RolloutConfig
     from caldera.rollout.engines.weights import AdapterShape
 
-KEY = "actor_rollout_ref.rollout"
 CPU_BLOCK = 32
 """Tokens of a page of vLLM's cache on a CPU, whose kernels take multiples of this."""
 MEMORY_ON_CPU = 0.1
@@ -184,18 +184,12 @@ def engine_environment(name: str, config: RolloutConfig, device: torch.device) -
     return found
 
 
-def check_params(name: str, config: RolloutConfig, params: SamplingParams) -> None:
-    """Refuse what an engine would do in another way than it is meant here."""
-    if name != "sglang":
+def check_filters(traits: SamplerTraits, config: RolloutConfig, params: SamplingParams) -> None:
+    """Refuse filters of an engine whose log-probs are from before them, where they are kept."""
+    reports_processed = config.calculate_log_probs and config.logprobs_mode != "raw_logprobs"
+    if not (traits.log_probs_before_filters and reports_processed):
         return
     plain = SamplingParams(params.max_tokens)
-    if params.repetition_penalty != plain.repetition_penalty:
-        raise UnsupportedError(
-            f"sampling parameter repetition_penalty={params.repetition_penalty}: takes "
-            "rollout.name=native or vllm, not sglang"
-        )
-    if not config.calculate_log_probs or config.logprobs_mode == "raw_logprobs":
-        return
     for key in ("top_k", "top_p", "min_p"):
         value = getattr(params, key)
         if value != getattr(plain, key) and params.temperature > 0:

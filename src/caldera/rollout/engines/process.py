@@ -15,7 +15,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from caldera.config.rollout_checks import check_sampling_ranks
+from caldera.config.samplers import check_sampling_ranks
 from caldera.errors import RolloutError
 from caldera.rollout.engines.host import __path__ as host_path
 from caldera.rollout.engines.host.caldera_engine.base import Event

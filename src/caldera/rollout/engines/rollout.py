@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from caldera.config.samplers import SAMPLERS
 from caldera.errors import CalderaError, RolloutError
 from caldera.rollout.base import (
     Completion,
@@ -26,7 +27,7 @@ from caldera.rollout.base import (
 )
 from caldera.rollout.engines.flight import ENDS, Flight
 from caldera.rollout.engines.host.caldera_engine.base import Event, SteppedEngine
-from caldera.rollout.engines.options import check_params, params_as_message
+from caldera.rollout.engines.options import check_filters, params_as_message
 from caldera.rollout.engines.process import EngineDied, EngineProcess, EngineRanks, StickyRouter
 from caldera.rollout.engines.weights import EngineWeights, ModuleWeights, WeightSource
 from caldera.rollout.weights import Probe, probe_module
@@ -48,9 +49,6 @@ class EngineRollout(StepwiseRollout):
     on a probe.
     """
 
-    owns_weights = True
-    checks_weights = True
-
     def __init__(
         self,
         name: str,
@@ -65,11 +63,11 @@ class EngineRollout(StepwiseRollout):
     ) -> None:
         """`folder` is what the engines were started from; it is removed with them. Of `ranks` that
         share engines the first has them; the others have none and only gather weights with it."""
+        self.traits = SAMPLERS[name]
         super().__init__(config, module, device)
         if folder is not None:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._folder = folder
-        self._name = name
         self._ranks = ranks
         self.leads = ranks is None or ranks.leads
         self._engines = list(engines)
@@ -128,7 +126,7 @@ class EngineRollout(StepwiseRollout):
             self._weights.lose_all()
         elif not self._told_of_sleep:
             self._told_of_sleep = True
-            logger.info("%s cannot sleep on a %s: it keeps its memory", self._name, self.device)
+            logger.info("%s cannot sleep on a %s: it keeps its memory", self.name, self.device)
 
     def wake_up(self, part: RolloutPart | None = None) -> None:
         """With `multi_stage_wake_up` the cache is allocated after the weights have come."""
@@ -195,14 +193,14 @@ class EngineRollout(StepwiseRollout):
     def _prove(self, place: int) -> None:
         if self._probe is not None:
             found = self._engines[place].score(self._probe.token_ids)
-            self._probe.check(found, self._dtype, f"{self._name} (engine {place})")
+            self._probe.check(found, self._dtype, f"{self.name} (engine {place})")
 
     def _revive(self, place: int, error: EngineDied) -> None:
         """Start an engine anew, and let its requests wait for it."""
         self._deaths[place] += 1
         if self._deaths[place] > RESTARTS_IN_A_ROW:
             raise RolloutError(
-                f"{self._name} died {self._deaths[place]} times before any request ended: {error}"
+                f"{self.name} died {self._deaths[place]} times before any request ended: {error}"
             ) from error
         engine = self._process(place)
         had = [number for number, f in self._in_engine.items() if f.replica == place]
@@ -212,7 +210,7 @@ class EngineRollout(StepwiseRollout):
         self._weights.lose(place)
         logger.warning(
             "%s (engine %d) was started anew: %s; requests that go on: %d, lost: %d",
-            self._name,
+            self.name,
             place,
             error,
             len(had) - lost,
@@ -229,7 +227,7 @@ class EngineRollout(StepwiseRollout):
     def check(self, requests: Sequence[Request]) -> None:
         super().check(requests)
         for request in requests:
-            check_params(self._name, self.config, request.params)
+            check_filters(self.traits, self.config, request.params)
 
     def add(
         self,
@@ -343,7 +341,7 @@ class EngineRollout(StepwiseRollout):
         """The engine does not go on with it; the others do."""
         del self._flights[flight.number], self._in_engine[flight.engine_number]
         self._router.release(flight.replica)
-        self._failures[flight.number] = RolloutError(f"{self._name} refuses a request: {why}")
+        self._failures[flight.number] = RolloutError(f"{self.name} refuses a request: {why}")
 
     def _leave(self, flight: Flight, tell: bool = True) -> None:
         """The flight ends; `tell` the engine, which goes on with it otherwise."""

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from caldera.config.samplers import KEY
 from caldera.errors import RolloutError
 from caldera.models.adapters import ADAPTER, adapted_layers, saved_name
 from caldera.models.forward import base_module
@@ -31,7 +32,6 @@ from caldera.rollout.engines.host.caldera_engine.buckets import (
     file_checksum,
     map_file,
 )
-from caldera.rollout.engines.options import KEY
 from caldera.storage.locks import own_folder
 
 # ---- Weights on their way to an engine: files of shared memory, a bucket in each

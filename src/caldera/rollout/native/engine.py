@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from caldera.config.samplers import SAMPLERS
 from caldera.errors import RolloutError, UnsupportedError
 from caldera.models.exact import exactness, make_exact
 from caldera.models.forward import adapters_in_use, base_module
@@ -61,6 +62,8 @@ class NativeRollout(StepwiseRollout):
     A sample depends on its seed, prompt and parameters, not on what it is batched with (but for
     the rounding of floating-point sums, unless `native.exact`).
     """
+
+    traits = SAMPLERS["native"]
 
     def __init__(self, config: RolloutConfig, module: nn.Module, device: torch.device) -> None:
         super().__init__(config, module, device)

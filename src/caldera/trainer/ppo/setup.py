@@ -16,6 +16,7 @@ from caldera.config import (
 )
 from caldera.config.machine import log_chosen
 from caldera.config.reward_checks import check_native_model
+from caldera.config.rollout import check_rollout
 from caldera.config.strategies import roles
 from caldera.data import (
     chosen_class,
@@ -28,6 +29,7 @@ from caldera.engine.megatron import require_megatron
 from caldera.errors import WorkerError
 from caldera.models.loading import check_folder, import_external, is_language_model
 from caldera.reward import StreamingScorer, load_reward_manager, streams
+from caldera.rollout import sampler_class
 from caldera.seeds import seed_everything
 from caldera.single_controller import ClassWithInitArgs, ResourcePoolManager, Role
 from caldera.tracking import check_loggers
@@ -126,6 +128,8 @@ class TaskRunner:
         import_external(model, "actor_rollout_ref.model")  # it may register estimators and losses
         trainer_class = chosen_class(TRAINERS, config.trainer.class_, PPOTrainer, "trainer.class")
         check_algorithm(config)
+        rollout = config.actor_rollout_ref.rollout
+        check_rollout(rollout, sampler_class(rollout.sampler).traits)
         reward_model = config.reward_model
         if reward_model.is_served and reward_model.has_worker:
             check_native_model(config, is_language_model(reward_model.model, "reward_model.model"))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from caldera.config.rollout_checks import check_sampling_ranks
+from caldera.config.samplers import check_sampling_ranks
 from caldera.errors import RolloutError
 from caldera.rollout.native.steps import Decode, Prefill, Step
 
