@@ -37,9 +37,8 @@ def page() -> str:
 <!-- Written by scripts/write_reference.py from the dataclasses in src/caldera/config. -->
 
 `caldera train` knows {len(known_keys())} keys: {len(infos) - refused} are honoured, {refused} are
-understood and refused, each with a reason. How keys are set is told in
-[Configuration](../configuration.md). "follows" names the key whose value is the default; a leading
-dot is a key of the same group.
+understood and refused, each with a reason. [Configuration](../configuration.md) shows how to set
+them. "follows" names the key whose value is the default; a leading dot is a key of the same group.
 
 ## The short profile
 
@@ -54,7 +53,7 @@ The {len(SHORT_PROFILE)} keys that most runs set. `caldera train --cfg short` pr
 These move to their place here, with one warning a run:
 
 {moved_table()}
-These exist in later releases of verl only. Their defaults there are taken, and ask for nothing;
+These exist only in later releases of verl. Their defaults there are accepted and change nothing;
 any other value is refused:
 
 {later_table()}
