@@ -32,11 +32,13 @@ WORDS = frozenset(
         "bearer",
         "cookie",
         "cookies",
+        "cred",
         "creds",
         "hmac",
         "jwt",
         "otp",
         "passcode",
+        "passkey",
         "passphrase",
         "pw",
         "pwd",
@@ -102,7 +104,8 @@ OWNERS = frozenset(
 """The word before `key` in names of secrets: a `judge_prompt_key` is the name of a column."""
 RANDOM = re.compile(r"(?=(?:\D*\d){4})[\w+/=-]{20,}")
 """What a value looks like that makes any `..._key` a secret."""
-PASS = re.compile(r"(^|[a-z0-9]*[_-]|user|pg|db)pass$", re.I)
+GLUED = re.compile(r"(.+)keys?")
+PASS = re.compile(r"(^|[a-z0-9]*[_-]|user|pg|db)(pass|pw)$", re.I)
 SPECIAL = re.compile(r"</?[^<>\s]{1,40}>|\[[A-Z_]{1,40}\]")
 """Special tokens of tokenizers, which are no secret tokens."""
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -125,7 +128,8 @@ SHOWN_VARIABLES = (
 SECRET_WORDS = ("KEY", "PASSW", "SECRET", "TOKEN")
 SHAPES = re.compile(
     r"\bsk-[\w-]{16,}|\bhf_[A-Za-z0-9]{16,}|\bAKIA[A-Z0-9]{12,}|\bgh[pousr]_[A-Za-z0-9]{16,}"
-    r"|\bglpat-[\w-]{16,}|\bgithub_pat_\w{16,}|\bxox[abeoprs]-[\w-]{10,}|\beyJ[\w-]{8,}\.[\w-]+\.[\w-]+"
+    r"|\bglpat-[\w-]{16,}|\bgithub_pat_\w{16,}|\bxox[abeoprs]-[\w-]{10,}|\bxapp-[\w-]{10,}"
+    r"|\bAIza[\w-]{30,}|\beyJ[\w-]{8,}\.[\w-]+\.[\w-]+"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*"
 )
 """What keys of well-known services, web tokens and private keys look like."""
@@ -133,13 +137,14 @@ BEARER = re.compile(
     r"\b(Bearer|Basic(?=\s+\S*(?:\d|=|(?-i:[a-z][A-Z]))))(\s+)[\w.~+/=-]{8,}", re.I
 )  # "basic instructions" are none
 QUERY = re.compile(
-    r"([?&;](?:[\w-]*[_-])?(?:sig|signature|credential|token|key|password|pw|auth|"
-    r"secret|code)=)[^&;\s'\"]+",
+    r"([?&;#](?:[\w-]*[_-])?(?:sig|signature|credential|token|key|password|pw|auth|"
+    r"apikey|accesstoken|authtoken|secret|code)=)[^&;\s'\"]+",
     re.I,
 )
 """Parts of signed URLs."""
 WEBHOOK = re.compile(
-    r"(hooks\.slack\.com/(?:services|workflows)/|discord(?:app)?\.com/api/webhooks/)[^\s'\"]+", re.I
+    r"(api\.telegram\.org/bot|hooks\.slack\.com/(?:services|workflows)/|discord(?:app)?\.com/api/webhooks/)[^\s'\"]+",
+    re.I,
 )
 PAIR = re.compile(
     r"((?:api|access|private|account)[_-]?key|[\w-]+[_-]secret|passwo?r?d)(['\"]?\s*[=:]\s*['\"]?)"
@@ -212,8 +217,10 @@ def _names_a_secret(name: str, value: Any) -> bool:
 def _is_secret_name(name: str, text: str) -> bool:
     """Whatever the value, unless it is a count or `key` alone tells nothing."""
     words = [word.lower() for word in WORD.findall(name)]
-    is_key = words[-1:] in (["key"], ["keys"]) and (
-        bool(OWNERS & set(words[-2:-1])) or RANDOM.fullmatch(text) is not None
+    glued = GLUED.fullmatch(words[-1]) if words else None
+    owner = {glued[1]} if glued else set(words[-2:-1])  # `openaikey` is an `openai_key`
+    is_key = (glued is not None or words[-1:] in (["key"], ["keys"])) and (
+        bool(OWNERS & owner) or RANDOM.fullmatch(text) is not None
     )
     is_pass = PASS.search(name) is not None and not COUNT.fullmatch(text)
     return bool(SECRET.search(name)) or bool(WORDS & set(words)) or is_key or is_pass

@@ -124,6 +124,14 @@ def test_options_and_variables_hide_secrets() -> None:
         {"hook": "https://hooks.slack.com/services/T0/B0/hidden"},
         {"proxy": "http://me:with@hidden@proxy:80"},
         {"tokens": ["hidden"]},
+        {"openaikey": "hidden", "JUDGEKEY": "hidden", "passkey": "hidden", "cred": "hidden"},
+        {
+            "userpw": "hidden",
+            "mail": "https://s/x?apikey=hidden",
+            "back": "https://s/#token=hidden",
+        },
+        {"maps": f"AIza{'hidden' * 6}", "slack": "xapp-1-hidden-hidden"},
+        {"bot": "https://api.telegram.org/bot1:hidden/sendMessage"},
     ],
 )
 def test_secrets_in_lists_headers_and_text(values: dict[str, Any]) -> None:
@@ -138,6 +146,7 @@ def test_secrets_in_lists_headers_and_text(values: dict[str, Any]) -> None:
         {"special_tokens": ["<think>", "</think>"], "sep_token": "\n"},
         {"system_prompt": "Give basic instructions. Pass: all tests."},
         {"by": ["token", "sequence"], "pass": 1, "key": "answer"},
+        {"monkey": "a", "hotkeys": ["b"], "page": "https://s/#section", "pwm": "c"},
         {"key_value_heads": 8, "reward_fn_key": "data_source", "tokenizer": "gpt2"},
     ],
 )

@@ -200,7 +200,7 @@ class PPOTrainer(TrainingLoop):
         gpus = self.resource_pool_manager.get_n_gpus()
         metrics |= compute_throughput_metrics(batch, timing, gpus)
         metrics |= variance_metrics(batch, metrics.get("actor/grad_norm"))
-        for warning in self._signs.read(metrics):
+        for warning in self._signs.read(metrics, self.global_steps >= self.total_steps):
             logger.warning("step %d: %s", self.global_steps, warning)
         return metrics
 

@@ -12,7 +12,8 @@ from statistics import mean
 __all__ = ["WarningSigns", "collapsed_policy", "constant_reward"]
 
 Step = Mapping[str, float]
-Rule = Callable[[Sequence[Step]], str | None]
+Rule = Callable[[Sequence[Step], bool], str | None]
+"""Of the steps, and whether the last of them is the run's."""
 
 SCORE, LOWEST, HIGHEST = "critic/score/mean", "critic/score/min", "critic/score/max"
 ENTROPY, GRADIENT, RATE = "actor/entropy", "actor/grad_norm", "actor/lr"
@@ -27,16 +28,17 @@ LEFT = 0.05
 """Share of the first entropy, or of the largest gradient norm, that is next to nothing."""
 
 
-def constant_reward(steps: Sequence[Step]) -> str | None:
-    """All responses of several steps in a row got the same reward."""
+def constant_reward(steps: Sequence[Step], is_end: bool = False) -> str | None:
+    """All responses of several steps in a row got the same reward, or all of a shorter run."""
     last = steps[-SAME_REWARDS:]
     values = {step[key] for step in last for key in (LOWEST, HIGHEST) if key in step}
-    if len(last) < SAME_REWARDS or len(values) != 1:
+    if (len(last) < SAME_REWARDS and not is_end) or len(values) != 1:
         return None
     value = values.pop()
+    when = f"last {len(last)} steps" if len(last) > 1 else "step"
     told = (
-        f"every response of the last {SAME_REWARDS} steps got the same reward, {value:g}, so there "
-        "is no difference to learn from. "
+        f"every response of the {when} got the same reward, {value:g}, so there is no difference "
+        "to learn from. "
     )
     best, worst = max(step[HIGHEST] for step in steps), min(step[LOWEST] for step in steps)
     if worst < best == value:
@@ -55,7 +57,7 @@ def constant_reward(steps: Sequence[Step]) -> str | None:
     )
 
 
-def collapsed_policy(steps: Sequence[Step]) -> str | None:
+def collapsed_policy(steps: Sequence[Step], is_end: bool = False) -> str | None:
     """Entropy and gradient have gone, and the reward did not get better on the way."""
     known = [step for step in steps if ENTROPY in step and GRADIENT in step]
     if len(known) <= COLLAPSED:
@@ -92,12 +94,12 @@ class WarningSigns:
         self._waiting = list(rules)
         self._steps: list[Step] = []
 
-    def read(self, metrics: Step) -> list[str]:
+    def read(self, metrics: Step, is_end: bool = False) -> list[str]:
         """Take in a step; returns what there is to say of it for the first time."""
         self._steps.append({name: metrics[name] for name in READ if name in metrics})
         told = []
         for rule in list(self._waiting):
-            if sentence := rule(self._steps):
+            if sentence := rule(self._steps, is_end):
                 told.append(sentence)
                 self._waiting.remove(rule)
         return told

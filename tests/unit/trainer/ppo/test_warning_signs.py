@@ -32,6 +32,14 @@ def test_rewards_that_are_all_the_same_are_told_of_once_and_after_some_steps() -
         assert hint in sentence
 
 
+def test_a_run_of_few_steps_is_told_at_its_end() -> None:
+    signs = WarningSigns()
+    assert signs.read(rewarded(0, 0)) == []
+    (sentence,) = signs.read(rewarded(0, 0), is_end=True)
+    assert sentence.startswith("every response of the last 2 steps got the same reward, 0, so")
+    assert WarningSigns().read(rewarded(0, 1), is_end=True) == []
+
+
 def test_one_other_reward_in_between_is_enough_to_learn_from() -> None:
     steps = [rewarded(0, 0)] * 4 + [rewarded(0, 1)]
     assert told(steps * 3) == [[]] * 15
