@@ -6,7 +6,7 @@ Random weights in the shape of Qwen2.5-0.5B, bfloat16, temperature 1, log-probs 
 tokens that all differ; a step of prompts has up to 32,768 tokens. Prints response tokens a second
 of the whole call, the median of the repetitions after a first one: 256 and 1,024 answers of 256
 tokens, and 1,024 of exponentially distributed lengths (256 on average, 16 to 2,048). Then how long
-the first call takes, with compiling and recording; how long it takes to go from training to
+the first call takes, with compilation and graph capture; how long it takes to go from training to
 sampling and back; whether the log-probs of sampler and trainer are equal in exact mode; and how
 long a decode step takes beside the time in which the GPU could read weights and cache. The floor of
 a whole call adds up what each step must read, or compute where that takes longer.
@@ -36,7 +36,7 @@ from caldera.rollout import ROLLOUTS, Rollout
 from caldera.rollout.base import Completion, Request, SamplingParams
 from caldera.rollout.batch import completions_to_batch
 from caldera.rollout.native.blocks import PAGE_SIZE
-from caldera.rollout.native.cuda.graphs import LETTERS
+from caldera.rollout.native.cuda.graphs import MESSAGES
 from caldera.workers.weight_sync import WeightSync
 
 CUDA = torch.device("cuda")
@@ -196,9 +196,9 @@ def tell_steps(native: Any) -> None:
         state.tables.random_(0, native._cache.pages)
         inputs[2] = 1
         with torch.no_grad():
-            for _ in range(LETTERS):  # which the steps that are timed read in turn
+            for _ in range(MESSAGES):  # which the steps that are timed read in turn
                 graphs.run(inputs)
-        graph = graphs._recorded[size][0]
+        graph = graphs._captured[size][0]
         begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
         begin.record()
         for _ in range(30):
@@ -207,7 +207,7 @@ def tell_steps(native: Any) -> None:
         torch.cuda.synchronize()
         least = (weights + size * 384 * token) / BYTES_A_SECOND * 1e3
         ms = begin.elapsed_time(end) / 30
-        state.mail.align()
+        state.mailbox.align()
         say(f"step    {size:5d} sequences {ms:8.3f} ms   floor {least:.3f} ms   {ms / least:.1f} x")
 
 

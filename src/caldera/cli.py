@@ -44,31 +44,31 @@ COMMANDS = {
         "caldera.config:PPOTrainerConfig",
     ),
     "sft": Command(
-        "fine-tune on answers or conversations: key=value ...",
+        "fine-tune on responses or conversations: key=value ...",
         "caldera.trainer.sft_trainer:SFT.main",
         "caldera.trainer.sft_trainer:SFT.parser",
         "caldera.config:SFTTrainerConfig",
     ),
     "rm": Command(
-        "train a reward model on pairs of answers: key=value ...",
+        "train a reward model on pairs of responses: key=value ...",
         "caldera.trainer.rm_trainer:REWARD_MODEL.main",
         "caldera.trainer.rm_trainer:REWARD_MODEL.parser",
         "caldera.config.preference:RewardModelTrainerConfig",
     ),
     "dpo": Command(
-        "train a policy on pairs of answers: key=value ...",
+        "train a policy on pairs of responses: key=value ...",
         "caldera.trainer.dpo_trainer:DPO.main",
         "caldera.trainer.dpo_trainer:DPO.parser",
         "caldera.config.preference:DPOTrainerConfig",
     ),
     "generate": Command(
-        "sample answers to the prompts of a file: key=value ...",
+        "sample responses to the prompts of a file: key=value ...",
         "caldera.commands.generate:main",
         "caldera.commands.generate:GENERATE.parser",
         "caldera.config.offline:GenerationConfig",
     ),
     "eval": Command(
-        "score a file of answers: key=value ...",
+        "score a file of responses: key=value ...",
         "caldera.commands.eval:main",
         "caldera.commands.eval:EVALUATE.parser",
         "caldera.config.offline:EvaluationConfig",
@@ -173,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="caldera",
         description=HELP,
-        epilog="`caldera COMMAND --help` tells more of each.",
+        epilog="`caldera COMMAND --help` describes each command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"caldera {__version__}")
@@ -249,7 +249,7 @@ def demo(arguments: list[str]) -> int:
 def report_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="caldera report",
-        description="Make one page of a run's folder: curves, answers before and after, times.",
+        description="Make one page of a run's folder: curves, responses before and after, times.",
     )
     parser.add_argument("run", type=Path, help="the run's trainer.default_local_dir")
     parser.add_argument(

@@ -14,7 +14,7 @@
     `- WorkerError (RuntimeError)   a worker that raised, died or fell silent: shows which, and
                                     what the other ranks were doing
 
-Three kinds of failure are told apart:
+There are three kinds of failure:
 
 1. A mistake of the user's raises one of these. Entry points print its message alone, without a
    traceback, and exit with status 2; `CALDERA_TRACEBACK=1` shows the traceback as well.

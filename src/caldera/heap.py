@@ -9,6 +9,6 @@ __all__ = ["trim_heap"]
 
 
 def trim_heap() -> None:
-    """What was freed goes back to others; the C library would keep it for its next use."""
+    """Return freed memory to the system; the C library would keep it for its next use."""
     with suppress(OSError, AttributeError):  # C libraries other than glibc do it by themselves
         ctypes.CDLL(None).malloc_trim(0)

@@ -83,7 +83,7 @@ class JsonClient:
         self._opener = urllib.request.build_opener(*handlers)
 
     def post(self, url: str, body: bytes, silence_s: float) -> Any:
-        """The JSON of the answer, in one attempt; the server may be silent for so long.
+        """The JSON of the response, in one attempt; the server may be silent for so long.
 
         Raises Unavailable and Refused.
         """
@@ -112,7 +112,7 @@ class AsyncJsonClient:
         headers: dict[str, str] | None = None,
         characters_shown: int = 500,
     ) -> None:
-        """`connections` of an event loop; `characters_shown` of an answer in messages."""
+        """`connections` of an event loop; `characters_shown` of a response in messages."""
         import httpx2
 
         self._httpx, self._places = httpx2, connections
@@ -128,7 +128,7 @@ class AsyncJsonClient:
         self._of_loop = WeakKeyDictionary()
 
     async def ask(self, url: str, body: Any = None) -> Any:
-        """The JSON of the answer to a POST, or to a GET if there is no body, in one attempt.
+        """The JSON of the response to a POST, or to a GET if there is no body, in one attempt.
 
         Raises Unavailable and Refused.
         """
@@ -137,7 +137,7 @@ class AsyncJsonClient:
             self._of_loop[loop] = asyncio.Semaphore(self._places), self._make()
         places, client = self._of_loop[loop]
         try:
-            # The time is that of the whole answer: one that comes in drops is none.
+            # The time is that of the whole response: one that comes in drops is none.
             async with places, asyncio.timeout(self._seconds):
                 response = await client.request(method, url, json=body)
         except (self._httpx.InvalidURL, UnicodeError) as error:

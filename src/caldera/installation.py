@@ -17,7 +17,7 @@ CONSTRAINTS = "constraints.txt"
 
 
 def install_command(extra: str | None = None) -> str:
-    """What to paste into a shell for Caldera with all that it needs, or that an extra does.
+    """The shell command that installs Caldera's dependencies, or those of an extra.
 
     None of the commands upgrades Caldera by its bare name: an index may have another package of
     that name.

@@ -1,4 +1,4 @@
-"""The native sampler on CUDA: its kernels, its recorded steps, its exact mode."""
+"""The native sampler on CUDA: its kernels, its captured steps, its exact mode."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def requests(count: int = 40, **keys: Any) -> list[Request]:
         {"kv_cache_blocks": 40, "enable_prefix_caching": True},
     ],
 )
-def test_recorded_steps_sample_what_plain_ones_do(family: str, keys: dict[str, Any]) -> None:
+def test_captured_steps_sample_what_plain_ones_do(family: str, keys: dict[str, Any]) -> None:
     module = build(family, torch.float32)
     work = [*requests(), *requests(6, top_k=20), *requests(3, repetition_penalty=1.2)]
     want = sampler(module, "float32", enforce_eager=True).generate(work)
-    recorded = sampler(module, "float32", **keys)
+    captured = sampler(module, "float32", **keys)
     for _ in range(2):
-        got = recorded.generate(work)
+        got = captured.generate(work)
         same = [a.token_ids == b.token_ids for a, b in zip(got, want, strict=True)]
         assert sum(same) >= len(work) - 1  # rounding may flip a token that was nearly tied
         for one, other, is_same in zip(got, want, same, strict=True):
@@ -103,13 +103,13 @@ def test_recorded_steps_sample_what_plain_ones_do(family: str, keys: dict[str, A
         ("qwen3", 3, 0),
     ],
 )
-def test_chained_steps(family: str, rows: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probs of chained steps are those of the compiled layers."""
-    from caldera.rollout.native.cuda import chained
+def test_pdl_steps(family: str, rows: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probs of PDL steps are those of the compiled layers."""
+    from caldera.rollout.native.cuda import pdl_steps
 
-    if not chained.can_chain(CUDA, torch.bfloat16):
+    if not pdl_steps.supports_pdl(CUDA, torch.bfloat16):
         pytest.skip("this GPU runs the compiled layers")
-    monkeypatch.setattr(chained, "MOST_IN_TILES", most)
+    monkeypatch.setattr(pdl_steps, "MOST_IN_TILES", most)
     module = build(family, torch.bfloat16)
     with torch.no_grad():
         for parameter in module.parameters():  # biases begin as zeros
@@ -120,9 +120,9 @@ def test_chained_steps(family: str, rows: int, most: int, monkeypatch: pytest.Mo
     work += [Request(long[: 500 + 100 * i], SamplingParams(max_tokens=30), i) for i in range(8)]
     ours = sampler(module, "bfloat16", **keys)
     got = ours.generate(work)
-    assert ours._runner._chained is not None  # type: ignore[attr-defined]
+    assert ours._runner._pdl_steps is not None  # type: ignore[attr-defined]
     assert [a.token_ids for a in ours.generate(work)] == [a.token_ids for a in got]
-    monkeypatch.setattr(chained, "can_chain", lambda *_: False)
+    monkeypatch.setattr(pdl_steps, "supports_pdl", lambda *_: False)
     want = sampler(module, "bfloat16", **keys).generate(work)
     compared, differences = 0, []
     for one, other in zip(got, want, strict=True):

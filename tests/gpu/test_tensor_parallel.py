@@ -80,8 +80,8 @@ def run_rank(rank: int, folder: Path) -> None:
             rollout.follow()
         rollout.sleep()
     with pytest.raises(UnsupportedError) as raised:
-        recorded = config("bfloat16", 2, enforce_eager=False)
-        TensorParallelRollout.join(recorded, take_all(build("bfloat16")), CUDA, 60.0)
+        captured = config("bfloat16", 2, enforce_eager=False)
+        TensorParallelRollout.join(captured, take_all(build("bfloat16")), CUDA, 60.0)
     found["refused"] = str(raised.value)
     dist.barrier()
     torch.save(found, folder / f"found_{rank}.pt")
@@ -111,7 +111,7 @@ def test_two_ranks_sample_what_one_does(found: list[Result], case: str) -> None:
             assert one.log_probs == pytest.approx(other.log_probs, abs=1e-3)
 
 
-def test_steps_are_not_recorded_over_gloo(found: list[Result]) -> None:
+def test_steps_are_not_captured_over_gloo(found: list[Result]) -> None:
     for rank in found:
         assert rank["refused"].endswith("set actor_rollout_ref.rollout.enforce_eager=True")
 

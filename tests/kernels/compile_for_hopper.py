@@ -1,4 +1,4 @@
-"""Compiles the kernels of chained steps for a Hopper GPU, which need not be there.
+"""Compiles the kernels of PDL steps for a Hopper GPU, which need not be there.
 
 Prints a line for each; ends with an error where one cannot be compiled, or wants more memory than a
 program has. `test_compilation.py` runs this, for it must not be in Triton's interpreter.
@@ -15,11 +15,11 @@ from triton.compiler import ASTSource
 
 from caldera.rollout.native.cuda import (
     attention_kernels,
-    chained,
-    chained_kernels,
-    divisions,
     graphs,
+    pdl_kernels,
+    pdl_steps,
     step_kernels,
+    tile_config,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -27,7 +27,7 @@ SHARED_MEMORY = 232448
 HALF = "*bf16"
 POINTERS = {
     "pointers": "*i64", "inputs": "*i32", "tables": "*i32", "newest": "*i64",
-    "letters": "*i32", "next_letter": "*i32", "answers": "*i32",
+    "messages": "*i32", "next_message": "*i32", "replies": "*i32",
     "partial": "*fp32", "weight": HALF, "parts": "*fp32",
 }  # fmt: skip
 FLOATS = ("epsilon", "scale")
@@ -70,7 +70,7 @@ def compile_attention() -> None:
             constants = {
                 "HEADS": 2, "GROUP": 7, "GROUP_PADDED": 16, "WIDTH": width, "WIDTH_PADDED": width,
                 "PAGE": 16, "KEYS": plan.keys, "SPLITS": plan.splits, "WINDOWED": False,
-                "ROTATED": True, "NORMED": width == 128, "PRELOADED": is_preloaded, "CHAINED": 1,
+                "ROTATED": True, "NORMED": width == 128, "PRELOADED": is_preloaded, "PDL": 1,
             }  # fmt: skip
             if width == 64:
                 constants |= {"query_norm": None, "key_norm": None}
@@ -83,77 +83,77 @@ def compile_attention() -> None:
             )  # fmt: skip
 
 
-def compile_strips() -> None:
-    for strips in divisions.STRIPS:
-        rows = max(8, strips.most)
-        for strip, gated in ((strips.inward, False), (strips.gates, True)):
+def compile_layer_tiles() -> None:
+    for layer_tiles in tile_config.LAYER_TILES:
+        rows = max(8, layer_tiles.most)
+        for tile, gated in ((layer_tiles.qkv_proj, False), (layer_tiles.gate_up_proj, True)):
             constants = {
-                "K": 896, "COLUMNS": strip.columns, "ROWS": rows, "DEPTH": strip.depth,
-                "SLABS": 0 if strip.stages else divisions.SLABS, "GATED": gated,
-                "BIASED": not gated, "STAGES": strip.stages, "CHAINED": 1,
+                "K": 896, "COLUMNS": tile.columns, "ROWS": rows, "DEPTH": tile.depth,
+                "SLABS": 0 if tile.stages else tile_config.SLABS, "GATED": gated,
+                "BIASED": not gated, "STAGES": tile.stages, "PDL": 1,
             }  # fmt: skip
             constants |= {"bias": None} if gated else {}
-            compile_kernel(chained_kernels.product_kernel, constants, num_warps=strip.warps)
-        for strip, depth in ((strips.outward, 896), (strips.down, 4864)):
+            compile_kernel(pdl_kernels.product_kernel, constants, num_warps=tile.warps)
+        for tile, depth in ((layer_tiles.o_proj, 896), (layer_tiles.down_proj, 4864)):
             constants = {
-                "K": depth, "COLUMNS": strip.columns, "ROWS": rows, "DEPTH": strip.depth,
-                "CHAINED": 1,
+                "K": depth, "COLUMNS": tile.columns, "ROWS": rows, "DEPTH": tile.depth,
+                "PDL": 1,
             }  # fmt: skip
-            compile_kernel(chained_kernels.parts_kernel, constants, num_warps=strip.warps)
+            compile_kernel(pdl_kernels.split_k_kernel, constants, num_warps=tile.warps)
 
 
 def compile_tiles() -> None:
     tiles = [
-        ("INWARD", divisions.INWARD, 896), ("OUTWARD", divisions.OUTWARD, 896),
-        ("OUTWARD", divisions.OUTWARD[:1], 576), ("DOWN", divisions.DOWN, 4864),
+        ("QKV_TILES", tile_config.QKV_TILES, 896), ("O_TILES", tile_config.O_TILES, 896),
+        ("O_TILES", tile_config.O_TILES[:1], 576), ("DOWN_TILES", tile_config.DOWN_TILES, 4864),
     ]  # fmt: skip
     for name, every, depth in tiles:
         for tile in every:
             constants = {
                 "K": depth, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth,
-                "BIASED": name == "INWARD", "STAGES": tile.stages, "CHAINED": 1,
+                "BIASED": name == "QKV_TILES", "STAGES": tile.stages, "PDL": 1,
             }  # fmt: skip
-            constants |= {} if name == "INWARD" else {"bias": None}
-            types = {"out": "*fp32"} if tile.parts > 1 else {}
-            compile_kernel(chained_kernels.tile_kernel, constants, types, num_warps=tile.warps)
+            constants |= {} if name == "QKV_TILES" else {"bias": None}
+            types = {"out": "*fp32"} if tile.split_k > 1 else {}
+            compile_kernel(pdl_kernels.tile_kernel, constants, types, num_warps=tile.warps)
 
 
 def compile_the_rest() -> None:
     widths = {"WIDTH": 896, "WIDTH_PADDED": 1024}
     types = {"scale": HALF}
-    letters = {"PAGE": 16, "FIELDS": graphs.FIELDS, "INPUTS": graphs.INPUTS}
+    messages = {"PAGE": 16, "FIELDS": graphs.FIELDS, "INPUTS": graphs.INPUTS}
     for width in (1024, 8192):
-        constants = {**letters, "WIDTH": width - 128, "WIDTH_PADDED": width}
-        warps = chained.begin_warps(width)
-        compile_kernel(chained_kernels.begin_kernel, constants, types, num_warps=warps)
+        constants = {**messages, "WIDTH": width - 128, "WIDTH_PADDED": width}
+        warps = pdl_steps.begin_warps(width)
+        compile_kernel(pdl_kernels.begin_kernel, constants, types, num_warps=warps)
     types_of_places = {"tokens": "*i64", "places": "*i64"}
-    constants = {**letters, "BLOCK": 128}
+    constants = {**messages, "BLOCK": 128}
     compile_kernel(step_kernels._begin_kernel, constants, types_of_places, num_warps=4)
     for parts, when in ((1, 1), (7, 2)):
         constants = {**widths, "PARTS": parts, "PARTS_PADDED": 8 if parts > 1 else 1}
         parts_type = {} if parts > 1 else {"parts": HALF}
         compile_kernel(
-            chained_kernels.settle_kernel, {**constants, "CHAINED": when}, types | parts_type,
+            pdl_kernels.add_norm_kernel, {**constants, "PDL": when}, types | parts_type,
             num_warps=8,
         )  # fmt: skip
-    compile_kernel(chained_kernels.gate_kernel, {"BLOCK": 1024, "CHAINED": 1}, num_warps=4)
-    constants = {"WIDTH": 64, "WIDTH_PADDED": 64, "SPLITS": 16, "CHAINED": 1}
+    compile_kernel(pdl_kernels.gate_kernel, {"BLOCK": 1024, "PDL": 1}, num_warps=4)
+    constants = {"WIDTH": 64, "WIDTH_PADDED": 64, "SPLITS": 16, "PDL": 1}
     compile_kernel(attention_kernels._combine_kernel, constants, {"weight": "*fp32"}, num_warps=1)
-    for raw, with_letters in ((False, True), (True, True), (True, False)):
+    for raw, with_mailbox in ((False, True), (True, True), (True, False)):
         constants = {
-            "TILE": step_kernels.TILE, "RAW": raw, "LETTERS": graphs.LETTERS,
-            "CHAINED": with_letters,
+            "TILE": step_kernels.TILE, "RAW": raw, "MESSAGES": graphs.MESSAGES,
+            "PDL": with_mailbox,
         }  # fmt: skip
-        constants |= {} if with_letters else {"next_letter": None}
+        constants |= {} if with_mailbox else {"next_message": None}
         types = {"logits": HALF, "found": "*fp32", "out": "*i32"}
         compile_kernel(step_kernels._tile_kernel, constants, types, num_warps=8)
         constants |= {"TILES": 64, "GROUP": constants.pop("TILE") // 64}
-        constants |= {} if with_letters else {"answers": None}
+        constants |= {} if with_mailbox else {"replies": None}
         compile_kernel(step_kernels._choose_kernel, constants, types, num_warps=8)
 
 
 if __name__ == "__main__":
     compile_attention()
-    compile_strips()
+    compile_layer_tiles()
     compile_tiles()
     compile_the_rest()

@@ -1,4 +1,4 @@
-"""The kernels of chained steps are compiled for a Hopper GPU, whether or not there is one."""
+"""The kernels of PDL steps are compiled for a Hopper GPU, whether or not there is one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_kernels_are_compiled_for_hopper(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = {line.split()[0] for line in done.stdout.splitlines()}
     assert compiled == {
-        "attention_kernel", "_combine_kernel", "product_kernel", "parts_kernel", "tile_kernel",
-        "begin_kernel", "_begin_kernel", "settle_kernel", "gate_kernel", "_tile_kernel",
+        "attention_kernel", "_combine_kernel", "product_kernel", "split_k_kernel", "tile_kernel",
+        "begin_kernel", "_begin_kernel", "add_norm_kernel", "gate_kernel", "_tile_kernel",
         "_choose_kernel",
     }  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from caldera.rollout.native.cuda.attention_kernels import Pages, attend_pages
-from caldera.rollout.native.cuda.graphs import LETTERS, UNANSWERED, Mail
+from caldera.rollout.native.cuda.graphs import MESSAGES, NOT_WRITTEN, HostMailbox
 from caldera.rollout.native.cuda.step_kernels import begin_step, choose
 from caldera.rollout.native.sampler import _draw, draws
 
@@ -87,62 +87,64 @@ def test_a_row_without_numbers_gets_some_token(device: torch.device) -> None:
     assert told[1].view(torch.float32).isnan().all()
 
 
-def test_letters_are_read_and_answered_in_turn(device: torch.device) -> None:
-    """Each step finds its own inputs and answers beside them, however many were before it."""
+def test_messages_are_read_and_answered_in_turn(device: torch.device) -> None:
+    """Each step finds its own inputs and replies beside them, however many were before it."""
     torch.manual_seed(0)
     most = spare = 140  # rows, so that the last is of places that none needs
-    mail = Mail(most, device)
+    mailbox = HostMailbox(most, device)
     newest = torch.arange(100, 100 + spare + 1, device=device)
     tables = torch.full((spare + 1, 4), -1, dtype=torch.int32, device=device)
-    answers = []
-    for step in range(LETTERS + 3):
+    replies = []
+    for step in range(MESSAGES + 3):
         size, count = (most, 3) if step % 2 else (4, 3)
         inputs = torch.full((5, size), -7, dtype=torch.int32, device=device)
         told = np.zeros((5, count), dtype=np.int32)
         told[0], told[1], told[2] = [4, 0, 2], 16 + step, [9, 8, 7]
         told[3] = step
         told[4] = np.ones(count, dtype=np.float32).view(np.int32)
-        mail.send(told, size)
-        answer = mail.answer(size)
+        mailbox.send(told, size)
+        reply = mailbox.reply(size)
         before = newest.clone()
-        tokens, positions = begin_step(mail, inputs, newest, tables)
+        tokens, positions = begin_step(mailbox, inputs, newest, tables)
         assert torch.equal(inputs[:, :count].cpu(), torch.from_numpy(told))
         assert (inputs[0, count:] == spare).all() and (inputs[1, count:] == -1).all()
         assert tokens[0, :count].tolist() == before[[4, 0, 2]].tolist()
         assert positions[0, :count].tolist() == [16 + step] * 3
         assert tables[[4, 0, 2], (16 + step) // 16].tolist() == [9, 8, 7]
-        chosen = choose(torch.randn(size, 300, device=device), inputs, newest, False, mail=mail)
+        chosen = choose(
+            torch.randn(size, 300, device=device), inputs, newest, False, mailbox=mailbox
+        )
         if device.type == "cuda":
             torch.cuda.synchronize()
-        assert torch.equal(answer, chosen.cpu())
+        assert torch.equal(reply, chosen.cpu())
         assert newest[[4, 0, 2]].tolist() == chosen[0, :count].tolist()
         assert newest[[1, 3, 5, 6]].tolist() == [101, 103, 105, 106]
-        answers.append(answer)
-    assert all(answers[-1].data_ptr() != each.data_ptr() for each in answers[-LETTERS:-1])
+        replies.append(reply)
+    assert all(replies[-1].data_ptr() != each.data_ptr() for each in replies[-MESSAGES:-1])
 
 
-def test_letters_that_were_not_read_are_passed_over(device: torch.device) -> None:
-    mail = Mail(4, device)
+def test_messages_that_were_not_read_are_passed_over(device: torch.device) -> None:
+    mailbox = HostMailbox(4, device)
     newest = torch.zeros(5, dtype=torch.int64, device=device)
     tables = torch.zeros(5, 1, dtype=torch.int32, device=device)
     inputs = torch.zeros(5, 4, dtype=torch.int32, device=device)
     lost, told = np.full((5, 1), 9, dtype=np.int32), np.zeros((5, 1), dtype=np.int32)
-    mail.send(lost, 4)
-    mail.align()
-    mail.send(told, 4)
-    begin_step(mail, inputs, newest, tables)
+    mailbox.send(lost, 4)
+    mailbox.align()
+    mailbox.send(told, 4)
+    begin_step(mailbox, inputs, newest, tables)
     assert inputs[:, 0].tolist() == [0] * 5
 
 
-def test_a_step_that_reads_another_letter_is_noticed(device: torch.device) -> None:
-    mail = Mail(4, device)
+def test_a_step_that_reads_another_message_is_noticed(device: torch.device) -> None:
+    mailbox = HostMailbox(4, device)
     newest = torch.zeros(5, dtype=torch.int64, device=device)
     tables = torch.zeros(5, 1, dtype=torch.int32, device=device)
     inputs = torch.zeros(5, 4, dtype=torch.int32, device=device)
-    mail.send(np.zeros((5, 2), dtype=np.int32), 4)
-    mail.next_letter += 1
-    begin_step(mail, inputs, newest, tables)
-    choose(torch.randn(4, 300, device=device), inputs, newest, False, mail=mail)
+    mailbox.send(np.zeros((5, 2), dtype=np.int32), 4)
+    mailbox.next_message += 1
+    begin_step(mailbox, inputs, newest, tables)
+    choose(torch.randn(4, 300, device=device), inputs, newest, False, mailbox=mailbox)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    assert (mail.answer(4)[0, :2] == UNANSWERED).all()
+    assert (mailbox.reply(4)[0, :2] == NOT_WRITTEN).all()

@@ -56,7 +56,7 @@ def check_reward_model(config: RewardModelConfig) -> None:
         if url is not None:
             raise ConfigError(
                 f"{URL}={shown(url)}: reward_model.rollout.name={shown(name)} is a model of this "
-                "run's own; the name of a server elsewhere is vllm or sglang"
+                "run's own; the name of a remote server is vllm or sglang"
             )
         return
     _check_elsewhere(config)

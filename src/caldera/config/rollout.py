@@ -173,9 +173,10 @@ class RolloutConfig(StopKeys, PenaltyKeys, SamplerKeys):
     """Go on to the full length whatever is sampled."""
     enforce_eager: bool = False
     """Run the model as transformers writes it, in the native sampler: on CUDA neither compiled nor
-    recorded, on a CPU without packed copies of the weights. Slow, and quick to start."""
+    captured in CUDA graphs, on a CPU without packed copies of the weights.
+    Slow, and quick to start."""
     cudagraph_capture_sizes: list[int] | None = None
-    """On CUDA, batch sizes of which steps are recorded; null: the sampler's own."""
+    """On CUDA, batch sizes for which CUDA graphs are captured; null: the sampler's own."""
     free_cache_engine: bool = True
     """Return the cache's memory while training."""
     load_format: str = refused("dummy", "samplers use the trainer's weights; leave the key out")

@@ -1,4 +1,4 @@
-"""Losses of pairs of answers, of which one was preferred.
+"""Losses of pairs of responses, of which one was preferred.
 
 All tensors are (n,), one value a pair. Nothing is averaged here: a pair's loss and metrics do not
 depend on the pairs around it.
@@ -16,13 +16,13 @@ from caldera.errors import ConfigError
 __all__ = ["DPO_LOSSES", "PairMetrics", "bradley_terry_loss", "dpo_loss"]
 
 PairMetrics = dict[str, Tensor]
-"""Detached; `accuracy` is 1 where the chosen answer is rated higher, 1/2 where both are alike."""
+"""Detached; `accuracy` is 1 where the chosen response is rated higher, 1/2 where both are alike."""
 
 
 def bradley_terry_loss(
     chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
 ) -> tuple[Tensor, PairMetrics]:
-    """Minus the log-probability that a judge with these scores prefers the chosen answer.
+    """Minus the log-probability that a judge with these scores prefers the chosen response.
 
     With `margin`, the judge is handicapped: the chosen score has to be so much higher to count as
     equal.
@@ -41,10 +41,10 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     loss_type: str = "sigmoid",
 ) -> tuple[Tensor, PairMetrics]:
-    """Direct preference optimisation, of log-probabilities of whole answers.
+    """Direct preference optimisation, of log-probabilities of whole responses.
 
-    `reference` are the reference's, of the chosen and of the rejected answers; None is one that
-    finds all answers alike. An answer's reward is `beta` times its log-ratio, the policy's
+    `reference` are the reference's, of the chosen and of the rejected responses; None is one that
+    finds all responses alike. A response's reward is `beta` times its log-ratio, the policy's
     log-probability less the reference's. `sigmoid` is the Bradley-Terry loss of these rewards, with
     a share of `label_smoothing` for the opposite preference; `hinge` asks for rewards that are 1
     apart; `ipo` pulls log-ratios to a distance of 1 / (2 beta).

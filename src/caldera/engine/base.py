@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 OutputName = Literal["log_probs", "entropy", "sum_pi_squared", "full_kl", "values", "scores"]
 
 Outputs = dict[OutputName, Tensor]
-"""What a forward pass yields, each (B, R) and 0 outside the response mask.
+"""The outputs of a forward pass, each (B, R) and 0 outside the response mask.
 
-`scores` is a classifier's verdict of each whole sequence, at its last token and 0 elsewhere; it is
+`scores` is a classifier's verdict of each whole sequence, at its last token, else 0; it is
 computed alone. Everything else is of a token given those before it.
 """
 
@@ -66,7 +66,7 @@ class ForwardPlan:
 
 
 class FrozenStates(NamedTuple):
-    """What a model that is not trained says of packed tokens, before its head has spoken."""
+    """The outputs of a frozen model for packed tokens, before its head."""
 
     hidden: Tensor  # (n, H)
     head: Tensor  # (V, H)
@@ -88,7 +88,7 @@ class EngineOptions:
     compiles: bool = False
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     megatron: MegatronConfig | None = None
-    """How Megatron lays the model out; it decides there what `memory` decides elsewhere."""
+    """How Megatron lays the model out; in other engines `memory` decides that."""
 
 
 class Engine(ABC):
@@ -104,9 +104,9 @@ class Engine(ABC):
     """Changes whenever the weights may have changed."""
     dp_rank: int
     dp_size: int
-    """This rank's place among those that have different rows of a mini-batch."""
+    """This rank's place among the ranks that have different rows of a mini-batch."""
     is_dp_leader: bool
-    """Whether this rank answers for those that have the same rows."""
+    """Whether this rank represents the ranks that have the same rows."""
     model_parallel_size: int
     """How many have the same rows, and share the work on them."""
     sequence_parallel_size: int
@@ -122,8 +122,8 @@ class Engine(ABC):
 
         The new weights do not depend on the split into ranks and micro-batches, unless the plan is
         `classic`. The metrics, `grad_norm` among them, are this rank's shares: their mean over
-        ranks is the whole's value. They are scalars that are still on the device: whoever reads
-        one waits for it.
+        ranks is the whole's value. They are scalars that are still on the device:
+        reading one waits for it.
         """
 
     @abstractmethod

@@ -101,7 +101,7 @@ def _precision(compute: torch.dtype | None) -> MixedPrecision | None:
 
 
 def _filler(packed: PackedModel, source: WeightSource) -> Callable[[nn.Module], None]:
-    """What gives a module its own parameters' values, when FSDP is about to cut them."""
+    """Gives a module the values of its own parameters when FSDP is about to cut them."""
     names = {id(module): name for name, module in packed.named_modules()}
     made: dict[int, nn.Parameter] = {}  # tied weights stay tied
 

@@ -25,12 +25,12 @@ from caldera.models.ulysses import ALONE, SequenceGroup, SharedSequences
 class Layout(ABC):
     """The ranks that hold a model, and what they must do together.
 
-    Rows of a mini-batch are dealt to `dp_size` ranks. Those that share tokens or matrices with
-    them have the same rows.
+    Rows of a mini-batch are split among `dp_size` ranks. Ranks that share tokens or matrices
+    have the same rows.
     """
 
     root: nn.Module
-    """What is called: the packed model, or what wraps it."""
+    """The module to call: the packed model, or its wrapper."""
     packed: PackedModel
     is_whole: bool
     """Whether each rank holds all of every parameter."""
@@ -92,7 +92,7 @@ def strip(name: str, prefix: str) -> str:
 
 # ---- Data-parallel ranks: each holds all weights and has its own rows of every mini-batch
 #
-# Whoever starts the processes initialises torch.distributed; a process where nobody did is the only
+# The launcher initialises torch.distributed; a process without it is the only
 # rank. Ranks may cut their rows into different numbers of micro-batches: they meet before the first
 # one and after the last one, never in between.
 
@@ -103,7 +103,7 @@ COMPARED = 16
 
 
 class Ranks:
-    """This process among those that train the same model."""
+    """This process among the ranks that train the same model."""
 
     def __init__(self, device: torch.device) -> None:
         """`device` is where the group's back end takes tensors from."""
@@ -145,7 +145,7 @@ class Ranks:
                 gradient.copy_(part.view_as(gradient))
 
     def check_alike(self, module: nn.Module) -> None:
-        """All ranks hold the same weights, as far as a few elements of each parameter tell."""
+        """All ranks hold the same weights, as far as a sample of each parameter shows."""
         if self.size == 1:
             return
         names, starts = [], []

@@ -1,4 +1,4 @@
-"""One module that goes from packed tokens to what is wanted of them, trunk and head alike.
+"""One module that goes from packed tokens to what is wanted of them, backbone and head alike.
 
 Engines that shard a model gather its weights when a module's forward begins and drop them when it
 ends. So whatever uses a weight must happen in the forward of the module that is sharded: this one.
@@ -54,7 +54,7 @@ class PackedRows:
     sequence: SequenceGroup = ALONE
 
     def unpack(self, values: Tensor) -> Tensor:
-        """(n,) values to a (B, R) matrix, the same on all ranks of the group; 0 elsewhere."""
+        """(n,) values to a (B, R) matrix, the same on all ranks of the group; else 0."""
         rows, width = self.shape
         flat = torch.zeros(rows * width, dtype=values.dtype, device=values.device)
         joined = join_tokens(values, self.counts, self.sequence)  # (N,)
@@ -112,7 +112,7 @@ def _pack(
 
 
 PREFIX = "inner."
-"""What the names of parameters begin with here, and nowhere else."""
+"""The prefix of parameter names in this class."""
 
 
 class PackedModel(nn.Module):
@@ -137,7 +137,7 @@ class PackedModel(nn.Module):
         temperature: float = 1.0,
         reference: FrozenStates | None = None,
     ) -> dict[str, Tensor]:
-        """What is named, of each of the n places, (n,). `full_kl` is that from the reference.
+        """The named outputs of each of the n places, (n,). `full_kl` is that from the reference.
 
         Without names: the hidden states (n, H) there and the language head (V, H).
         """
@@ -179,7 +179,7 @@ class PackedModel(nn.Module):
 
     def _values(self, hidden: Tensor) -> Tensor:
         """In the precision of the head's parameters, whatever the rest computes in: rounded to
-        bfloat16, the scores of two answers would often be the same."""
+        bfloat16, the scores of two responses would often be the same."""
         # FSDP would warn of the view of a (n, 1) tensor.
         return value_scores(self.inner, hidden).clone()
 

@@ -1,4 +1,4 @@
-"""What both kinds of FSDP have in common."""
+"""The base of both kinds of FSDP."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Meshes:
     """Where this rank is on the mesh."""
 
     sharding: DeviceMesh
-    """What parameters are sharded over: shards, or replicas x shards."""
+    """The meshes that shard parameters: shards, or replicas x shards."""
     matrices: DeviceMesh | None
     """Tensor parallel ranks; None where every rank computes with whole matrices."""
     sequence: SequenceGroup

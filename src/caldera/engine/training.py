@@ -145,7 +145,7 @@ class TrainingEngine(Engine):
         if self.device.type == "cuda" and (
             self._memory.param_offload or self._memory.optimizer_offload
         ):
-            torch.cuda.synchronize(self.device)  # whoever reads what has moved finds it there
+            torch.cuda.synchronize(self.device)  # so that moved tensors can be read
 
     # ---- checkpoints
 

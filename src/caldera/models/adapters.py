@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 ADAPTER = "default"
 """peft's name for the only adapter that a module has."""
 PREFIX = "base_model.model."
-"""What peft puts before the names of the model's parameters."""
+"""The prefix that peft puts before the names of the model's parameters."""
 NOT_MERGED = ("lora_bias", "trainable_token_indices", "target_parameters", "layer_replication")
 """Keys of a saved adapter that ask for more than low-rank matrices."""
 STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Initial values of a saved adapter; the other kinds changed the model's own weights as well."""
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
-"""What sharding, checkpointing and compiling put into the names of modules."""
+"""Parts that sharding, checkpointing and compiling put into the names of modules."""
 
 
 def peft_library(asked: str) -> Any:
@@ -117,7 +117,7 @@ def merged_weights(
 def _delta(
     layer: Any, name: str, state: Mapping[str, Tensor], whole: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """What the adapter adds to a layer's weight, in float32 or better."""
+    """The adapter's addend to a layer's weight, in float32 or better."""
     embedding = ADAPTER in layer.lora_embedding_A
     ends = [
         f"lora_embedding_{x}.{ADAPTER}" if embedding else f"lora_{x}.{ADAPTER}.weight" for x in "AB"
@@ -171,7 +171,7 @@ def _saved_config(folder: str, task: str, asked: str, peft: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{asked}: peft cannot use {file.name}: {error}") from error
     lora.task_type, lora.inference_mode, lora.init_lora_weights = task, False, True
-    lora.base_model_name_or_path = None  # where that model was then says nothing about now
+    lora.base_model_name_or_path = None  # the place of the model then, which may have changed
     return lora
 
 

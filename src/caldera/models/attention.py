@@ -247,7 +247,7 @@ class PackedSequences:
 
 
 class _ExactAttention(torch.autograd.Function):
-    """On CUDA, in an order of its own for each token; the gradient is that of the fast kernels."""
+    """On CUDA, in a fixed order for each token; the gradient is that of the fast kernels."""
 
     @staticmethod
     def forward(

@@ -2,12 +2,12 @@
 
 Kernels add up numbers in an order that depends on how many rows they are given, so a sampler that
 decodes one token of many sequences and a trainer that runs whole ones get different bits. While
-`exactness` is entered, every sum is taken in an order of its own: matrix products in tiles of one
+`exactness` is entered, every sum is taken in a fixed order: matrix products in tiles of one
 shape, attention in blocks of keys counted from the start of the sequence, and functions that have
 a vector form and a scalar form in their vector form alone. What is left, additions and products of
 single numbers, is rounded the same everywhere.
 
-On CUDA the same is done by kernels of our own. It holds for the forward pass; gradients are those
+On CUDA custom kernels do the same. It holds for the forward pass; gradients are those
 of the ordinary kernels.
 """
 
@@ -43,7 +43,7 @@ _MARK = "_caldera_exact"
 def make_exact(module: nn.Module) -> None:
     """Let every forward pass of the module, by whomever, be exact."""
     for name, parameter in module.named_parameters():
-        if parameter.dim() > 2:  # as the weights of experts have, each for tokens of its own
+        if parameter.dim() > 2:  # as the weights of experts have, each for its own tokens
             _refuse(f"products by {name}, which has {parameter.dim()} dimensions")
     setattr(base_module(module), _MARK, True)
     fuse_norms(module)

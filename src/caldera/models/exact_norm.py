@@ -14,7 +14,7 @@ from caldera.models.exact_mode import in_exactness
 def fuse_norms(module: nn.Module) -> None:
     """Let every norm of the module that is known here run as one kernel, in exactness on CUDA.
 
-    Whoever runs the module then has the same norms, so that sampler and trainer still agree.
+    The trainer that runs the module has the same norms, so that sampler and trainer still agree.
     """
     for part in module.modules():
         if type(part).__name__.endswith("RMSNorm") and "forward" not in part.__dict__:

@@ -11,7 +11,7 @@ trained:
 
 P counts the matrices that tokens are multiplied with: not embeddings, which are looked up, nor
 norms. The head counts for the tokens that it is applied to, here those of the responses. A frozen
-matrix, as under an adapter, needs no gradient of its own: 4 P instead of 6 P. The adapter's
+matrix, as under an adapter, needs no separate gradient: 4 P instead of 6 P. The adapter's
 matrices count like all others. What is computed twice to save memory (checkpointed activations,
 the chunked head's logits) counts once.
 """
@@ -69,9 +69,9 @@ def promised_flops_by_name(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a model multiplies with each token; taken down before anybody shards it."""
+    """The matrices that a model multiplies with each token; counted before they are sharded."""
 
-    trunk: tuple[int, int]
+    backbone: tuple[int, int]
     """Products a token in a forward pass, and in forward and backward."""
     head: tuple[int, int]
     """The same of the head, for a token that it is applied to."""
@@ -89,7 +89,7 @@ class Arithmetic:
             for parameter in layer.parameters(recurse=False)
             if parameter.dim() > 1
         ]
-        trunk = [sum(m.numel() * _passes(m, training) for m in matrices) for training in (0, 1)]
+        backbone = [sum(m.numel() * _passes(m, training) for m in matrices) for training in (0, 1)]
         head = model.get_output_embeddings()
         width = model.config.hidden_size
         if head is None:  # a value head: one output, always trained
@@ -97,13 +97,13 @@ class Arithmetic:
         else:
             of_head = [head.weight.numel() * _passes(head.weight, training) for training in (0, 1)]
         is_known = all(matrix.dim() == 2 for matrix in matrices)
-        return cls((trunk[0], trunk[1]), (of_head[0], of_head[1]), model.config, is_known)
+        return cls((backbone[0], backbone[1]), (of_head[0], of_head[1]), model.config, is_known)
 
     def flops(self, lengths: Sequence[int], head_tokens: int, training: bool) -> float | None:
         """Operations of a forward pass over sequences of these lengths, or forward and backward."""
         if not self.is_known:
             return None
-        products = self.trunk[training] * sum(lengths) + self.head[training] * head_tokens
+        products = self.backbone[training] * sum(lengths) + self.head[training] * head_tokens
         attention = 4 * _attended_width(self.config, lengths) * (3 if training else 1)
         return float(2 * products + attention)
 

@@ -1,4 +1,4 @@
-"""Running a Hugging Face module on packed tokens: trunk, language head, value head."""
+"""Running a Hugging Face module on packed tokens: backbone, language head, value head."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def hidden_states(
     module: nn.Module, input_ids: Tensor, position_ids: Tensor, context: AttentionContext
 ) -> Tensor:
     """Last hidden states (T, H) of packed tokens; input_ids and position_ids are (1, T)."""
-    trunk = base_module(module).base_model
-    out = trunk(input_ids=input_ids, position_ids=position_ids, use_cache=False, context=context)
+    backbone = base_module(module).base_model
+    out = backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, context=context)
     return cast(Tensor, out.last_hidden_state[0])
 
 
@@ -93,7 +93,7 @@ def language_logits(module: nn.Module, hidden: Tensor) -> Tensor:
 def value_scores(module: nn.Module, hidden: Tensor) -> Tensor:
     """Values (N,) of hidden states (N, H), in float32 or better, from a one-label classifier."""
     head = cast(nn.Module, base_module(module).score)
-    hidden = hidden.to(cast(Tensor, head.weight).dtype)  # it may be more precise than the trunk
+    hidden = hidden.to(cast(Tensor, head.weight).dtype)  # it may be more precise than the backbone
     values = cast(Tensor, head(hidden)).squeeze(-1)
     return values.to(torch.promote_types(values.dtype, torch.float32))
 

@@ -1,4 +1,4 @@
-"""What the language head says of each token, without ever holding logits for all of them.
+"""Log-probs and entropies of each token, without ever holding logits for all of them.
 
 The head's logits have shape (tokens, vocabulary): for a whole batch they are by far the largest
 tensor of a training step. Here they exist for some rows at a time, in the forward pass and again,

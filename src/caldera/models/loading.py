@@ -117,7 +117,7 @@ def build_reward_model(
 
     If it is to be `empty`, without values.
     """
-    with _quiet_transformers():  # what is missing is told below
+    with _quiet_transformers():  # missing weights are reported below
         loaded = _load(AutoModelForSequenceClassification, config, dtype, 0, key, empty)
     model = loaded.model
     if loaded.missing:
@@ -180,7 +180,7 @@ def enable_checkpointing(module: nn.Module) -> None:
 
 
 def _recomputed() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What a layer runs in, and in which it runs again in the backward pass: both are alike."""
+    """The contexts of a layer's forward pass, and of its recomputation: both are alike."""
     return nullcontext(), exactness() if in_exactness() else nullcontext()
 
 

@@ -142,7 +142,7 @@ def _all_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides a model: class, files, config, and the seed of what the files lack."""
+    """The recipe of a model: class, files, config, and the seed of missing weights."""
 
     factory: Any
     path: str
@@ -170,7 +170,7 @@ def load_whole(recipe: Recipe) -> Loaded:
             dtype=recipe.dtype,
             attn_implementation=ATTENTION,
             trust_remote_code=recipe.trust_remote_code,
-            ignore_mismatched_sizes=True,  # which is told below, in one line
+            ignore_mismatched_sizes=True,  # which is reported below, in one line
             output_loading_info=True,
         )
     for name, held, wanted in sorted(told["mismatched_keys"]):
@@ -228,7 +228,7 @@ def _attention_by_name(config: PreTrainedConfig) -> Iterator[None]:
 
 
 def generation_config_of(path: str) -> GenerationConfig:
-    """That of the folder, or else what the model's config says of it, as in `from_pretrained`."""
+    """That of the folder, or else the one in the model's config, as in `from_pretrained`."""
     try:
         return GenerationConfig.from_pretrained(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""What the Triton kernels of attention do with a block of keys."""
+"""The step of Triton's attention kernels for a block of keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What head.py does to a chunk of logits, as one Triton kernel for each pass.
+"""The work of head.py on a chunk of logits, as one Triton kernel for each pass.
 
 The forward kernel reads the logits once; the backward kernel reads them once and writes the
 gradient over them. Rows of logits have a stride that is a multiple of 16 elements; what lies

@@ -114,7 +114,7 @@ class DataProto(RowTable):
                 meta[key] = value.data
             else:
                 tensors[key] = value
-        # Without any entry a row, the batch alone tells how many rows there are.
+        # Without any entry a row, only the batch knows how many rows there are.
         has_batch = bool(tensors) or (not columns and any(data.batch_size))
         batch = TensorDict(tensors, data.batch_size, device=data.device) if has_batch else None
         return cls(batch, columns, meta)
@@ -344,7 +344,7 @@ def _info_lines(data: DataProto) -> Iterator[str]:
 
 
 def _numpy_bytes(columns: Mapping[str, Column]) -> int:
-    # An object array's own nbytes counts pointers; what it takes to send it says more.
+    # An object array's own nbytes counts pointers; the size of its pickle is more useful.
     return sum(
         len(pickle.dumps(column)) if column.dtype == object else column.nbytes
         for column in columns.values()

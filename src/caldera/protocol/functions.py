@@ -107,7 +107,7 @@ def all_gather_data_proto(data: DataProto, group: dist.ProcessGroup | None = Non
 
 @dataclass(frozen=True)
 class _Part:
-    """What the other ranks must know before tensors can be gathered."""
+    """The metadata that other ranks need before tensors can be gathered."""
 
     rows: int
     columns: dict[str, Column]

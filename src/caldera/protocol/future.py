@@ -71,7 +71,7 @@ def _take_chunk(
 
 @dataclass(frozen=True)
 class BatchData:
-    """A DataProto, a TensorDict or metadata that stand for a batch kept elsewhere.
+    """A DataProto, a TensorDict or metadata that stand for a remote batch.
 
     A TensorDict is treated as the DataProto that `from_tensordict` makes of it: stacks of
     non-tensors are cut with the rows, single ones are meta information. Metadata may be of any

@@ -1,4 +1,4 @@
-"""What callers may pass to DataProto, brought to one form and checked."""
+"""Normalises and checks the arguments of DataProto."""
 
 from __future__ import annotations
 

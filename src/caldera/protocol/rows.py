@@ -67,7 +67,7 @@ class RowTable:
 
     `slice`, `chunk`, `split` and `x[a:b]` share the memory of their source. Every result has its
     own three mappings, so that adding a key to it stays local. What is done in place gives the
-    DataProto new mappings: whoever holds the old ones sees no change.
+    DataProto new mappings: a holder of the old ones sees no change.
     """
 
     batch: TensorDict | None = None
@@ -267,7 +267,7 @@ class RowTable:
 
 
 def _repeat_rows(value: Any, rows: torch.Tensor, times: int, interleave: bool) -> Any:
-    """(B, ...) -> (B * times, ...) in one copy; `rows` says the same as row numbers."""
+    """(B, ...) -> (B * times, ...) in one copy; `rows` gives the same as row numbers."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return value[rows]
     length, *rest = value.shape

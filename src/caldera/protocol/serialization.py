@@ -122,7 +122,7 @@ def serialize_batch(batch: TensorDict | None) -> SerializedBatch | None:
 
 
 def deserialize_batch(serialized: SerializedBatch | None) -> TensorDict | None:
-    """The inverse of `serialize_batch`; the data tell the format, whatever the environment says."""
+    """The inverse of `serialize_batch`; the format is read from the data, not the environment."""
     if serialized is None:
         return None
     if not isinstance(serialized, bytes):

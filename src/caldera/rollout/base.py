@@ -67,9 +67,9 @@ class SamplingParams:
     """A completion ends with the token that completes one of these in its text. The rollout's
     `decode` must be set."""
     logprobs: int = 0
-    """How many of the most likely tokens are told of, with their log-probs, beside each token."""
+    """How many of the most likely tokens to return, with their log-probs, beside each token."""
     prompt_logprobs: bool = False
-    """The log-probs of the prompt's own tokens are told of, before temperature and penalties."""
+    """Whether to return the log-probs of the prompt's tokens, before temperature and penalties."""
 
     def __post_init__(self) -> None:
         for name, takes, fine in (
@@ -111,13 +111,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled, and by which version of the weights."""
+    """The sampled tokens, and the versions of the weights that sampled them."""
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
     weight_version: int
-    """That of the first token, so the oldest: whoever asks how stale a sample is, asks for it."""
+    """That of the first token, so the oldest: the staleness of a sample is measured by it."""
     weight_versions: tuple[tuple[int, int], ...] = ()
     """(version, how many tokens in a row it sampled), in order; empty: `weight_version` did all."""
 
@@ -126,7 +126,7 @@ class Completion:
     prompt_log_probs: list[float] | None = None
     """Of each token of the prompt but the first, if they were asked for."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Of an agent's trajectory: what its scorer is told beside the tokens, by column."""
+    """Of an agent's trajectory: columns for its scorer beside the tokens."""
 
     def token_versions(self) -> list[int]:
         """The version that sampled each token."""
@@ -142,7 +142,7 @@ class Piece:
     token_ids: list[int]
     log_probs: list[float]
     completion: Completion | None = None
-    """The whole, in the last piece, which has no tokens of its own."""
+    """The whole, in the last piece, which has no tokens itself."""
 
 
 OnFinished = Callable[[int, Completion], None]
@@ -157,12 +157,12 @@ OnToken = Callable[[int, int, float], None]
 class Rollout(ABC):
     """Samples from a causal language model, which it may share with a trainer.
 
-    The module's parameters change in `load_weights` alone. Whoever changes them from outside sets
-    `version`, which completions carry.
+    The module's parameters change in `load_weights` alone. A caller that changes them from
+    outside sets `version`, which completions carry.
     """
 
     traits = SamplerTraits()
-    """What it is and which keys it takes."""
+    """What the sampler is, and which keys it takes."""
     restarts = 0
     """How often what it samples with was started anew."""
     leads = True
@@ -186,7 +186,7 @@ class Rollout(ABC):
     ) -> list[Completion]:
         """One completion a request, in the order of the requests.
 
-        `on_finished` is told of each as soon as it ends, in whatever order that happens.
+        `on_finished` is called with each as soon as it ends, in whatever order that happens.
         """
 
     @abstractmethod
@@ -207,14 +207,14 @@ class Rollout(ABC):
         self.load_weights(source.export_weights(), version)
 
     def expect(self, probe: Probe) -> None:  # noqa: B027 -- for those whose traits say `checks_weights`
-        """What it must say of a probe with the newest weights."""
+        """The expected output of a probe with the newest weights."""
 
     def leading(self) -> AbstractContextManager[None]:
         """To be entered around all sampling of a phase; then the ranks that follow are released."""
         return nullcontext()
 
     def follow(self) -> None:  # noqa: B027 -- most have no ranks that follow
-        """What a rank that does not lead does while the first one samples."""
+        """The work of a rank that does not lead while the first one samples."""
 
     def synchronize(self) -> None:  # noqa: B027 -- most sample alone
         """Wait until all ranks that sample together have the weights and gave back their memory."""
@@ -304,7 +304,7 @@ class StepwiseRollout(Rollout):
         on_token: OnToken | None = None,
         on_finished: OnFinished | None = None,
     ) -> int:
-        """Take in a request; returns its number. Who listens is told in the steps that follow."""
+        """Take in a request; returns its number. The steps that follow call the callbacks."""
 
     @abstractmethod
     def stepping(self) -> AbstractContextManager[None]:
@@ -326,8 +326,8 @@ class StepwiseRollout(Rollout):
         """
 
     def take_failures(self) -> dict[int, CalderaError]:
-        """Requests that have failed since this was last called, each for a reason of its own, while
-        the others go on. Of such a request nothing else is told."""
+        """Requests that have failed since the last call, each with its own reason, while
+        the others go on. Such a request returns nothing else."""
         return {}
 
     @abstractmethod

@@ -34,10 +34,10 @@ def requests_from_batch(
 def sampling_params(
     meta: Mapping[str, Any], config: RolloutConfig, eos_token_ids: Iterable[int]
 ) -> SamplingParams:
-    """How the answers to a batch are sampled.
+    """The sampling parameters of a batch.
 
     `validate` in the meta information samples with `val_kwargs`; `do_sample` and `temperature`
-    there override what the config says. Stop tokens and strings are the same in both.
+    override the config's. Stop tokens and strings are the same in both.
     """
     defaults = config.val_kwargs if meta.get("validate", False) else config
     do_sample = meta.get("do_sample", defaults.do_sample)

@@ -1,4 +1,4 @@
-"""`rollout.name=remote`: a server elsewhere samples, from tokens to tokens."""
+"""`rollout.name=remote`: a remote server samples, from tokens to tokens."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SENT = (
 class RemoteRollout(StepwiseRollout):
     """Asks an OpenAI-compatible server at /v1/completions, many requests at a time.
 
-    It cannot be given weights. A completion is told when it has ended, all tokens at once. What
+    It cannot be given weights. A completion is reported when it has ended, all tokens at once. What
     its log-probs mean is the server's to say.
     """
 
@@ -71,7 +71,7 @@ class RemoteRollout(StepwiseRollout):
         self._failures: dict[int, CalderaError] = {}
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        raise RolloutError(f"{self._client.told}: a server elsewhere does not take weights")
+        raise RolloutError(f"{self._client.told}: a remote server does not take weights")
 
     def wake_up(self, part: RolloutPart | None = None) -> None:
         """Nothing to do: the memory is the server's."""
@@ -108,7 +108,7 @@ class RemoteRollout(StepwiseRollout):
             raise
 
     def step(self) -> None:
-        """Wait for the next answer, or for a moment, so that others may be asked for meanwhile."""
+        """Wait for the next response, or for a moment, so that other requests may be sent."""
         tasks = [task for task, _, _ in self._calls.values()]
         self._loop.run_until_complete(
             asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
@@ -146,20 +146,20 @@ class RemoteRollout(StepwiseRollout):
     async def _ask(self, request: Request) -> Completion:
         async with self._gate:
             model = await self._model_name()
-            answer = await self._client.ask("completions", _body(model, request), FAILURE)
+            response = await self._client.ask("completions", _body(model, request), FAILURE)
         try:
-            choice = answer["choices"][0]
+            choice = response["choices"][0]
             tokens = [int(token) for token in choice["token_ids"]]
             log_probs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
             reason = choice["finish_reason"]
         except (LookupError, TypeError, ValueError) as error:
             raise RolloutError(
-                f"{self._client.told}: the answer lacks token_ids (return_token_ids) or "
-                f"logprobs.token_logprobs: {answer!r:.500}"
+                f"{self._client.told}: the response lacks token_ids (return_token_ids) or "
+                f"logprobs.token_logprobs: {response!r:.500}"
             ) from error
         if reason not in ("stop", "length"):
             raise RolloutError(
-                f"{self._client.told} ended a request with {reason!r}: {answer!r:.500}"
+                f"{self._client.told} ended a request with {reason!r}: {response!r:.500}"
             )
         if len(tokens) != len(log_probs):
             raise RolloutError(
@@ -169,12 +169,12 @@ class RemoteRollout(StepwiseRollout):
 
     async def _model_name(self) -> str:
         if self._model is None:
-            answer = await self._client.ask("models", None, FAILURE)
+            response = await self._client.ask("models", None, FAILURE)
             try:
-                names = [str(model["id"]) for model in answer["data"]]
+                names = [str(model["id"]) for model in response["data"]]
             except (LookupError, TypeError) as error:
                 raise RolloutError(
-                    f"{self._client.told}: /v1/models names no models: {answer!r:.500}"
+                    f"{self._client.told}: /v1/models names no models: {response!r:.500}"
                 ) from error
             if len(names) != 1:
                 raise RolloutError(
@@ -209,7 +209,7 @@ def _client(url: str, connections: int) -> ServerClient:
         ) from error
 
 
-# ---- Asking an OpenAI-compatible server elsewhere
+# ---- Asking a remote server in OpenAI's protocol
 
 ATTEMPTS = 10
 FIRST_PAUSE_SECONDS = 0.5
@@ -238,9 +238,9 @@ class ServerClient:
         await self._client.close()
 
     async def ask(self, path: str, body: dict[str, Any] | None, failure: str) -> Any:
-        """The JSON of the answer to a POST, or to a GET if there is no body.
+        """The JSON of the response to a POST, or to a GET if there is no body.
 
-        A server that is away or busy is asked again; `failure` says what did not succeed then.
+        A server that is away or busy is asked again; `failure` describes the failed request then.
         """
         retries = Retries(ATTEMPTS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         try:

@@ -31,7 +31,7 @@ NOT_TAKEN_IN = -1
 class AsyncSampler:
     """Serves the requests of any number of tasks, of any event loops, all at the same time.
 
-    A sampler that knows whole batches only is given all that waits, batch after batch. Whoever
+    A sampler that knows whole batches only is given all that waits, batch after batch. A caller
     changes weights pauses meanwhile: `await pause()`, `rollout.load_weights(...)`,
     `await resume()`. Requests in flight then go on with the new weights.
 
@@ -109,7 +109,7 @@ class AsyncSampler:
                 raise self._ended
 
     async def close(self) -> None:
-        """End the thread. Whoever still waits gets an error."""
+        """End the thread. Waiting callers get an error."""
         if self._ended is None:
             await self._ask(self._close)
         await asyncio.to_thread(self._thread.join)
@@ -160,7 +160,7 @@ class AsyncSampler:
                     self._tell_failures()
                 self._send()
                 self._carry_out(wait=False)
-        self._send()  # whoever asked for a pause hears of it when no step is under way any more
+        self._send()  # a pause returns when no step is under way any more
 
     def _may_step(self) -> bool:
         if self._paused or self._closed:
@@ -168,7 +168,7 @@ class AsyncSampler:
         return bool(self._waiting) or self._engine.has_work()
 
     def _obey(self, wait: bool) -> None:
-        """Carry out the orders that came in, and tell; with `wait`, at least one."""
+        """Carry out the orders that came in, and send results; with `wait`, at least one."""
         self._carry_out(wait)
         self._send()
 
@@ -271,7 +271,7 @@ def _all_of(actions: list[Action]) -> None:
 
 
 class _Reply(Generic[Answer]):
-    """What a task awaits. All but `loop` belongs to the event loop."""
+    """A call that a task awaits. All but `loop` belongs to the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -318,14 +318,14 @@ class _Call(_Reply[Completion]):
 
 @dataclass(frozen=True)
 class _Order:
-    """What the thread is to do, and who hears if it cannot."""
+    """An order for the thread, and the receiver of its failure."""
 
     reply: _Reply[Completion] | _Reply[int]
     act: Action
 
 
 class _Engine(Protocol):
-    """What the thread needs of a sampler: see `StepwiseRollout`."""
+    """The part of a sampler that the thread needs: see `StepwiseRollout`."""
 
     def add(
         self, request: Request, on_token: OnToken | None, on_finished: OnFinished | None

@@ -90,7 +90,7 @@ by far more, and rounding by less."""
 
 @dataclass(frozen=True)
 class Probe:
-    """What the trainer says of the tokens."""
+    """The trainer's log-probs of the tokens."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -99,7 +99,7 @@ class Probe:
     """Precision of the trainer's forward pass."""
 
     def check(self, log_probs: list[float], dtype: torch.dtype, told: str) -> None:
-        """Raise unless a sampler of that precision says the same; `told` is who it is."""
+        """Raise unless a sampler of that precision has the same log-probs; `told` is its name."""
         if not self.log_probs:  # there is room for one token alone
             return
         pairs = zip(self.log_probs, log_probs, strict=True)
@@ -121,7 +121,7 @@ def probe_tokens(vocabulary: int, longest: int) -> list[int]:
 
 
 def probe_module(module: nn.Module, device: torch.device, longest: int) -> Probe:
-    """What a module that is whole says of them."""
+    """The log-probs of a module that is whole."""
     tokens = probe_tokens(base_module(module).config.vocab_size, longest)
     packed = PackedSequences([len(tokens)], device)
     ids = torch.tensor(tokens, device=device)  # (T,)

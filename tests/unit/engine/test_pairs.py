@@ -59,8 +59,8 @@ def on_padded_rows(model: PreTrainedModel, rows: DataProto) -> Tensor:
     tensors = rows.batch
     scores = []
     for ids, attention in zip(tensors["input_ids"], tensors["attention_mask"], strict=True):
-        trunk = model.model(ids[attention.bool()][None]).last_hidden_state  # (1, T, H)
-        scores.append(model.score(trunk[0, -1]))
+        backbone = model.model(ids[attention.bool()][None]).last_hidden_state  # (1, T, H)
+        scores.append(model.score(backbone[0, -1]))
     return torch.cat(scores)
 
 

@@ -185,7 +185,7 @@ def test_a_run_with_penalties_samples_with_them(llama, config):
 
 @pytest.mark.parametrize("keys", [PENALTIES, STOPS])
 def test_every_sampler_is_handed_all_of_them(keys, config):
-    """What goes to an engine's process and to a server elsewhere has each key that is set."""
+    """What goes to an engine's process and to a remote server has each key that is set."""
     settings = config(**keys)
     request = requests_from_batch(prompts(), settings, [2], seeds=[0, 1])[0]
     expected = {**keys, **({"stop_token_ids": [2, 7]} if keys is STOPS else {})}

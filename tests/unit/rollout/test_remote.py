@@ -1,4 +1,4 @@
-"""A server elsewhere as a sampler: tokens go over, tokens come back."""
+"""A remote server as a sampler: tokens go over, tokens come back."""
 
 from __future__ import annotations
 

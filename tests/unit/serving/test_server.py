@@ -261,7 +261,7 @@ def test_errors_have_the_shape_of_openai(
         ("stop", ["a"] * 17, "up to 16 texts"),
         ("stop_token_ids", 3, "takes a list of tokens"),
         ("stop_token_ids", [10**9], "takes tokens from 0 to"),
-        ("stop_token_ids", [7], "no token ends an answer with ignore_eos=true"),
+        ("stop_token_ids", [7], "no token ends a response with ignore_eos=true"),
         ("store", True, "nothing but False can be honoured"),
         ("stream_options", {"x": 1}, "takes include_usage"),
         ("temperature", 5, "takes numbers from 0 to 2"),

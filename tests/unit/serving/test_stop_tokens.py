@@ -1,4 +1,4 @@
-"""Where the answers of a server elsewhere end."""
+"""Where the responses of a remote server end."""
 
 from __future__ import annotations
 

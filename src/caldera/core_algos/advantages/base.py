@@ -82,13 +82,13 @@ def _plain(name: str | Enum) -> str:
 
 @dataclass(frozen=True, eq=False)
 class AdvantageInputs:
-    """What a batch offers to an estimator; None stands for what it does not hold."""
+    """The tensors that a batch offers to an estimator; None stands for one that it lacks."""
 
     token_level_rewards: Tensor  # (B, R)
     response_mask: Tensor  # (B, R)
     index: Uids | None = None  # (B,): samples of one prompt share a uid
     values: Tensor | None = None  # (B, R), of the critic
-    reward_baselines: Tensor | None = None  # (B,), of greedy answers
+    reward_baselines: Tensor | None = None  # (B,), of greedy responses
     sum_pi_squared: Tensor | None = None  # (B, R): the policy's sum of squared probabilities
     old_log_probs: Tensor | None = None  # (B, R)
     rollout_is_weights: Tensor | None = None  # (B, R), of rollout correction
@@ -96,7 +96,7 @@ class AdvantageInputs:
     batch: Mapping[str, Tensor] | None = None
 
 
-# What an estimator may ask for in vain: the kind of mistake, and what would bring it.
+# An optional input that an estimator may miss: the kind of mistake, and what provides it.
 _ORIGINS: dict[str, tuple[type[CalderaError], str]] = {
     "index": (ProtocolError, "index, the uid of each sample"),
     "values": (
@@ -106,7 +106,7 @@ _ORIGINS: dict[str, tuple[type[CalderaError], str]] = {
     ),
     "reward_baselines": (
         ConfigError,
-        "reward_baselines, the scores of greedy answers: the trainer samples these when"
+        "reward_baselines, the scores of greedy responses: the trainer samples these when"
         " algorithm.adv_estimator='remax'",
     ),
     "sum_pi_squared": (

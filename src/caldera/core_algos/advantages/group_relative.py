@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from caldera.config.algorithm import AlgorithmConfig
 
 
-# ---- Groups of responses: those that answer the same prompt
+# ---- Groups of responses to the same prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +135,8 @@ def compute_grpo_passk_outcome_advantage(
     scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
     if groups.single.any():
         raise ConfigError(
-            "algorithm.adv_estimator='grpo_passk' compares the two best answers to a prompt, and"
-            " there is a prompt with one answer: set actor_rollout_ref.rollout.n to 2 or more"
+            "algorithm.adv_estimator='grpo_passk' compares the two best responses to a prompt, and"
+            " there is a prompt with one response: set actor_rollout_ref.rollout.n to 2 or more"
         )
     best, second = groups.first_two(scores)  # (G,)
     leads = scores[best] - scores[second]

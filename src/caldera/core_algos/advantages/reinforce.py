@@ -78,7 +78,7 @@ def compute_remax_outcome_advantage(
     response_mask: Tensor,  # (B, R)
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Each token's reward-to-go less the score of the greedy answer to the same prompt.
+    """Each token's reward-to-go less the score of the greedy response to the same prompt.
 
     A reward outside the mask counts as one on the nearest earlier token of the mask. The returns
     are the rewards-to-go.

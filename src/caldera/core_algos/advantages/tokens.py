@@ -54,7 +54,7 @@ def in_row_blocks(
 class KeptTokens:
     """The tokens of a mask, which can be moved to the front of their rows and back.
 
-    A response may hold tokens that are no actions: answers of tools, turns of a user. Recursions
+    A response may hold tokens that are no actions: tool tokens, turns of a user. Recursions
     over time run on the packed rows, where an action is followed by the next one.
     """
 
@@ -87,7 +87,7 @@ class KeptTokens:
     def pack_rewards(self, rewards: Tensor) -> Tensor:
         """As `pack`, but a reward outside the mask goes to the nearest earlier kept token.
 
-        A response that ends with the answer of a tool has its reward there, and it belongs to the
+        A response that ends with tool tokens has its reward there, and it belongs to the
         action before. NaN outside the mask is padding; a reward before the first action is
         nobody's.
         """
@@ -100,7 +100,7 @@ class KeptTokens:
         return packed
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """Back to where the tokens were, zeros elsewhere; packed rows are zero after their end."""
+        """Back to where the tokens were, with zeros in other places; packed rows end with zeros."""
         if self._in_front:
             return packed
         return functional.pad(packed, (0, 1)).gather(-1, self._slot)
@@ -137,7 +137,7 @@ def count_tokens(response_mask: Tensor) -> Tensor:
 
 
 def spread(per_response: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, R): the number of each response on all of its kept tokens, zero elsewhere."""
+    """(B, R): the number of each response on all of its kept tokens, zero on the others."""
 
     def rows(mask: Tensor, numbers: Tensor) -> tuple[Tensor]:
         return (torch.where(mask.bool(), numbers.unsqueeze(-1), 0),)

@@ -1,4 +1,4 @@
-"""What all policy losses share: their contract, their registry and a few terms.
+"""The contract that all policy losses share, their registry and a few terms.
 
 A registered loss is called as
 

@@ -117,7 +117,7 @@ OUTDATED = (
 )
 SHARDED = "torch.distributed._shard.sharded_tensor."
 NOT_ITS_PROCESS = ("before loading ShardedTensor", "at save time was")
-"""What torch says when another process than wrote a ShardedTensor reads it."""
+"""Torch's message when another process than wrote a ShardedTensor reads it."""
 _FILE = re.compile(r"(model|optim)_world_size_(\d+)_rank_\d+\.pt$")
 
 
@@ -168,7 +168,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def has_flat_pieces(file: dict[str, Any]) -> bool:
-    """Whether one of several ranks kept pieces of flattened parameters, which no name tells."""
+    """Whether one of several ranks kept pieces of flattened parameters, which have no names."""
     kept = [value for values in file["state"].values() for value in values.values()]
     tensors = [value for value in kept if isinstance(value, Tensor) and value.dim() > 0]
     return any(not isinstance(value, DTensor) for value in tensors)

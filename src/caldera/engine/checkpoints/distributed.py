@@ -49,7 +49,7 @@ class PendingSave:
     def wait(self) -> None:
         """Return once all ranks have written; a failure while writing is raised, by every rank.
 
-        A failure stays one: whoever waits again hears of it again.
+        A failure stays one: each later wait raises it again.
         """
         if self._written is None:
             return
@@ -102,7 +102,7 @@ def save_named(
     if not asynchronous:
         write(state, writer, None)
         return PendingSave()
-    # Of its own, for what the ranks tell each other must not mix with what training does.
+    # A separate group: its messages must not mix with those of training.
     group = dist.new_group(backend="gloo") if has_peers() else None
     staged = state if are_copies else writer.stage(state)
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")

@@ -45,19 +45,19 @@ from caldera.errors import CheckpointError
 # part: nothing here gathers more than one layer at a time.
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What wrappers add to the names of parameters."""
+"""Prefixes that wrappers add to the names of parameters."""
 MANNER = ("capturable", "differentiable", "foreach", "fused")
 """Options that say how an optimiser computes, not what: they stay as it was built."""
 
 
 @dataclass
 class OptimizerState:
-    """What an optimiser remembers, by names of parameters."""
+    """The state of an optimiser, by names of parameters."""
 
     groups: list[dict[str, Any]]
     """The options of each group, and the names of its parameters under `params`."""
     values: dict[str, dict[str, Any]]
-    """What is kept of each parameter: tensors and plain values."""
+    """The state of each parameter: tensors and plain values."""
 
 
 def is_wrapped(root: nn.Module) -> bool:
@@ -91,7 +91,7 @@ def optimizer_names(root: nn.Module, optimizer: Optimizer, prefix: str) -> list[
 
 
 def optimizer_state(root: nn.Module, optimizer: Optimizer, prefix: str) -> OptimizerState:
-    """What the optimiser remembers: its own memory, or copies of the parts of a wrapped root."""
+    """The optimiser's state: its own memory, or copies of the parts of a wrapped root."""
     _reshard(root)
     if isinstance(root, FullyShardedDataParallel):
         return _named_by_wrapper(root, optimizer, optimizer.state_dict(), prefix)
@@ -259,7 +259,7 @@ def _optimizer_state(
     folder: Path,
     flattens: bool,
 ) -> OptimizerState:
-    """What the folder holds of the optimiser, split among the ranks as the parameters are."""
+    """The folder's state of the optimiser, split among the ranks as the parameters are."""
     plain = read_plain_state(names, reader, metadata, folder)
     values: dict[str, dict[str, Any]] = {}
     targets: dict[str, Any] = {}
@@ -281,7 +281,7 @@ def _optimizer_state(
 def read_plain_state(
     names: list[list[str]], reader: StorageReader, metadata: Metadata, folder: Path
 ) -> OptimizerState:
-    """What the folder holds of the optimiser but for its tensors.
+    """The folder's state of the optimiser but for its tensors.
 
     Complains unless it trains the parameters with these names, which are those of each group.
     """

@@ -108,7 +108,7 @@ def load_file(source: Path | IO[bytes], told: Path, mmap: bool = False) -> Any:
 def _refused(path: Path, name: str) -> CheckpointError:
     return CheckpointError(
         f"{path} names {name}, which is no part of a checkpoint and would run as code: nothing was "
-        f"read. If you trust whoever wrote the file, set the environment variable {TRUST}=1"
+        f"read. If you trust the author of the file, set the environment variable {TRUST}=1"
     )
 
 

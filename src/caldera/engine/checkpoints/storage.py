@@ -29,7 +29,7 @@ STATE = "optimizer.state."
 VALUES = "optimizer.values"
 GROUPS = "optimizer.param_groups"
 
-# What reading a damaged file may raise: pickle names most of these.
+# Errors that reading a damaged file may raise: pickle names most of these.
 DAMAGE = (
     AssertionError,
     AttributeError,
@@ -111,7 +111,7 @@ def read_alone(
 
 
 def stored_metadata(reader: StorageReader, folder: Path) -> Metadata:
-    """What the folder holds: names, shapes, types."""
+    """The tensors of the folder: names, shapes, types."""
     with _failures_told(folder, "cannot be read, the checkpoint is incomplete or damaged"):
         return reader.read_metadata()
 

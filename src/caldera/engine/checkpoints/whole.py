@@ -78,7 +78,7 @@ class StoredModel:
             name: Stored(one.size, one.properties.dtype)
             for name, one in stored_under(MODEL, self._metadata).items()
         }
-        """What there is, by name."""
+        """The tensors, by name."""
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, on the CPU."""
@@ -89,7 +89,7 @@ class StoredModel:
 
 
 def read_whole(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of a role's model, one at a time, by a process of its own."""
+    """(name, whole tensor) of a role's model, one at a time, read by a separate process."""
     model = StoredModel(folder)
     for name in model.tensors:
         yield name, model.tensor(name)

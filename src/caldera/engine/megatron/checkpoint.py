@@ -40,7 +40,7 @@ from caldera.errors import CheckpointError
 from caldera.models.forward import base_module
 
 OPTIONS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")
-"""What torch's optimisers and Megatron's call alike."""
+"""Options that torch's optimisers and Megatron's call alike."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class MegatronCheckpoint(RoleCheckpoint):
         names = (name for name, _ in model.named_parameters(remove_duplicate=False))
         self._trained = [name for name in names if name not in self._tied]
         self._units = _units(weights)
-        # They tell which rank has which part, of tensors on the host; nothing is sent over them.
+        # They describe which rank has which part, of tensors on the host; they send nothing.
         self._matrices = DeviceMesh.from_group(places.tp_group, "cpu")
         self._experts = DeviceMesh.from_group(places.ep_group, "cpu")
         self._copies = places.copies
@@ -115,7 +115,7 @@ class MegatronCheckpoint(RoleCheckpoint):
         return OptimizerState([{**group, "params": self._trained}], values)
 
     def _turns(self) -> Iterator[tuple[Unit, bool]]:
-        """What has a name of its own, and whether this one of its copies is to be written."""
+        """The tensors with names of their own, and whether this copy is to be written."""
         of_experts = parallel_state.get_expert_data_parallel_group()
         for number, unit in enumerate(self._units):
             if unit.tensors.keys() & self._tied.keys():
@@ -133,7 +133,7 @@ class MegatronCheckpoint(RoleCheckpoint):
         return found
 
     def _placed(self, name: str, piece: Piece, local: Tensor) -> Tensor:
-        """This rank's part, which says where in the whole tensor it is."""
+        """This rank's part, with its place in the whole tensor."""
         if piece.expert is not None:
             mesh, dimension = self._experts, 0
         elif piece.dimension is not None:
@@ -220,7 +220,7 @@ class MegatronCheckpoint(RoleCheckpoint):
         stored: dict[str, TensorStorageMetadata],
         files: _Files,
     ) -> list[Tensor]:
-        """What the files hold of a unit, in the shapes of its parameters, or single numbers."""
+        """The files' state of a unit, in the shapes of its parameters, or single numbers."""
         targets: dict[str, Tensor] = {}
         for name, pieces in unit.tensors.items():
             source = self._tied.get(name, name)

@@ -1,4 +1,4 @@
-"""What lets megatron-core run on a machine without a GPU.
+"""Lets megatron-core run on a machine without a GPU.
 
 Megatron asks `torch.cuda` for the current device, for streams and for random states, and writes
 `device="cuda"` in a few places. While `stand_ins` is entered, these are answered for the CPU. With

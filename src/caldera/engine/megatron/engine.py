@@ -190,7 +190,7 @@ class MegatronEngine(Engine):
     def __init__(
         self, module: nn.Module, source: WeightSource, device: torch.device, options: EngineOptions
     ) -> None:
-        """`module` has no values; it tells the model's config and the names of its tensors."""
+        """`module` has no values; it has the model's config and the names of its tensors."""
         assert options.megatron is not None, "the worker hands over the role's megatron keys"
         model = base_module(module)
         if model is not module:

@@ -22,7 +22,7 @@ KEY = "megatron"
 
 @dataclass(frozen=True)
 class Places:
-    """This rank's place among those that hold the model."""
+    """This rank's place among the ranks that hold the model."""
 
     tp_rank: int
     tp_size: int
@@ -53,7 +53,7 @@ class Places:
 
 
 def arrange(config: MegatronConfig) -> Places:
-    """Make the groups of ranks that the config asks for, or find those that are there already."""
+    """Make the groups of ranks that the config asks for, or find existing ones."""
     sizes = _sizes(config)
     _check(sizes, dist.get_world_size())
     if parallel_state.model_parallel_is_initialized():

@@ -1,7 +1,7 @@
-"""What the language head says of each token where its vocabulary is cut over ranks.
+"""Log-probs and entropies of each token where the vocabulary is cut over ranks.
 
 As in `caldera.models.head`, logits exist for some rows at a time. Each rank finds out about the
-vocabulary that it has; a few numbers for each row then tell of the whole.
+vocabulary that it has; a few numbers for each row then give the whole.
 """
 
 from __future__ import annotations

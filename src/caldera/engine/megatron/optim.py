@@ -78,7 +78,7 @@ class Optimizer:
             group["lr"] = self.schedule.get_last_lr()[0]
 
     def tensors(self) -> Iterator[Tensor]:
-        """What the optimiser keeps besides the model's own parameters and gradients."""
+        """The optimiser's state besides the model's own parameters and gradients."""
         own = {id(p) for stage in self._stages for p in stage.parameters()}
         for part in self.inner.chained_optimizers:
             if part.is_stub_optimizer:
@@ -93,7 +93,7 @@ class Optimizer:
     # ---- the state, for checkpoints
 
     def read_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """What is kept of a parameter: `step`, and such as `exp_avg` in the parameter's shape.
+        """The state of a parameter: `step`, and such as `exp_avg` in the parameter's shape.
 
         Where other ranks hold parts of it, all ranks that hold the parameter must ask for the same
         ones in one order. Empty before the first step.
@@ -173,7 +173,7 @@ class Optimizer:
 
 
 def _kept_of(optimizer: torch.optim.Optimizer, main: Tensor) -> dict[str, Any]:
-    """What a torch optimiser, or one that Megatron takes instead, keeps of a parameter."""
+    """The state that a torch optimiser, or Megatron's replacement, keeps of a parameter."""
     kept = dict(optimizer.state.get(main, {}))
     if kept and _counts_by_group(optimizer):
         kept["step"] = torch.tensor(float(_group_of(optimizer, main)["step"]))
@@ -192,7 +192,7 @@ def _group_of(optimizer: torch.optim.Optimizer, main: Tensor) -> dict[str, Any]:
 
 
 def _joined(part: Any, parameter: nn.Parameter, shard: slice, own: Tensor | None) -> Tensor:
-    """What several ranks have runs of, in the parameter's shape."""
+    """State that several ranks have parts of, in the parameter's shape."""
     flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
     if own is not None:
         flat[shard] = own

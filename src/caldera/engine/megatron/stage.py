@@ -32,7 +32,7 @@ from caldera.models.pretrained import VALUE_HEAD
 
 @dataclass(frozen=True)
 class Packed:
-    """What attention has to know of the packed tokens; Megatron hands it through its layers."""
+    """The packed tokens' layout for attention; Megatron hands it through its layers."""
 
     context: AttentionContext
     cosine: Tensor  # (t, 1, D)
@@ -160,7 +160,7 @@ class Stage(LanguageModule):  # type: ignore[misc]
         found = cast(nn.Linear, getattr(model, VALUE_HEAD))
         dtype = config.params_dtype
         if found.weight.dtype != model.base_model.dtype:
-            dtype = found.weight.dtype  # one that is more precise than the trunk stays so
+            dtype = found.weight.dtype  # one that is more precise than the backbone stays so
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         return nn.Linear(
             config.hidden_size, 1, bias=found.bias is not None, dtype=dtype, device=device
@@ -184,7 +184,7 @@ class Stage(LanguageModule):  # type: ignore[misc]
         return torch.where(is_padding, embedded.detach(), embedded)
 
     def set_input_tensor(self, received: list[Tensor] | Tensor) -> None:
-        """What the stage before has sent; Megatron's schedules call this."""
+        """The input from the stage before; Megatron's schedules call this."""
         self.decoder.set_input_tensor(received[0] if isinstance(received, list) else received)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
@@ -197,7 +197,7 @@ class Stage(LanguageModule):  # type: ignore[misc]
 
 
 def padded_vocabulary(model: PreTrainedModel, places: Places) -> int:
-    """Rows of the embedding with those that are added so that every rank has equally many."""
+    """Rows of the embedding, padded so that every rank has equally many."""
     rows = -(-int(model.config.vocab_size) // places.tp_size)
     return rows * places.tp_size
 

@@ -73,12 +73,12 @@ class Piece:
 
 def find_pieces(stages: Iterable[Stage], model: PreTrainedModel, places: Places) -> list[Piece]:
     """All that this rank's stages hold."""
-    trunk = f"{model.base_model_prefix}."
+    backbone = f"{model.base_model_prefix}."
     found = [
         piece
         for stage in stages
         for name, parameter in stage.named_parameters()
-        for piece in _pieces(name, parameter, stage, model, places, trunk)
+        for piece in _pieces(name, parameter, stage, model, places, backbone)
     ]
     for piece in found:
         # Megatron marks parameters when it initialises them, which it does not do here. Those of
@@ -95,20 +95,20 @@ def _pieces(
     stage: Stage,
     model: PreTrainedModel,
     places: Places,
-    trunk: str,
+    backbone: str,
 ) -> list[Piece]:
     if name == "embedding.word_embeddings.weight":
-        return [_vocabulary(f"{trunk}embed_tokens.weight", parameter, model, places)]
+        return [_vocabulary(f"{backbone}embed_tokens.weight", parameter, model, places)]
     if name == "output_layer.weight" and stage.has_language_head:
         return [_vocabulary("lm_head.weight", parameter, model, places)]
     if name.startswith("output_layer."):
         return [_whole(name.replace("output_layer", VALUE_HEAD), parameter)]
     if name == "decoder.final_layernorm.weight":
-        return [_whole(f"{trunk}norm.weight", parameter)]
+        return [_whole(f"{backbone}norm.weight", parameter)]
     found = LAYER.fullmatch(name)
     assert found is not None, name
     number = stage.decoder.layers[int(found[1])].layer_number - 1
-    return _layer_pieces(f"{trunk}layers.{number}.", found[2], parameter, stage, places)
+    return _layer_pieces(f"{backbone}layers.{number}.", found[2], parameter, stage, places)
 
 
 def _layer_pieces(
@@ -188,14 +188,14 @@ BUCKET_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Shard:
-    """What this rank has of one Hugging Face tensor."""
+    """This rank's part of one Hugging Face tensor."""
 
     local: Tensor
     """A copy where the parameter holds it in another order."""
     dimension: int | None
     """That tensor-parallel ranks cut, as `torch.chunk` does; None: each has all of it."""
     experts: slice | None
-    """Of a tensor of all experts, those that are here: places in its first dimension, which
+    """The experts of this rank, of a tensor of all: places in its first dimension, which
     expert-parallel ranks cut evenly."""
     shape: torch.Size
     """Of the whole tensor."""

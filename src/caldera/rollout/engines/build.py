@@ -132,7 +132,7 @@ def _start(
 def _adapter(
     name: str, config: RolloutConfig, module: nn.Module, device: torch.device
 ) -> AdapterShape | None:
-    """What the engine gets as an adapter; None if there is none, or it comes merged."""
+    """The engine's adapter; None if there is none, or it comes merged."""
     shape = adapter_shape(module)
     if shape is None:
         return None
@@ -155,7 +155,7 @@ def _weights(
     ranks: EngineRanks | None,
 ) -> EngineWeights:
     bucket = config.checkpoint_engine.update_weights_bucket_megabytes * MEGABYTE
-    # What a handle of memory looks like is between two of the same torch.
+    # The format of a memory handle is that of one version of torch.
     builds = {each.torch_version if isinstance(each, EngineProcess) else "" for each in engines}
     shares_gpu = device.type == "cuda" and builds == {str(torch.__version__)} and ranks is None
     files = WeightFiles if engines else NoFiles
@@ -182,7 +182,7 @@ def _in_this_process(arguments: dict[str, Any]) -> SteppedEngine:
 
 
 def _write_config(module: nn.Module, folder: Path) -> None:
-    """What an engine must know of the model. Requests bring their own stop tokens."""
+    """The sizes of the model that an engine needs. Requests bring their own stop tokens."""
     base_module(module).config.save_pretrained(folder)
     file = folder / "config.json"
     content = json.loads(file.read_text(encoding="utf-8"))

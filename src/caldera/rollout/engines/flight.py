@@ -17,7 +17,7 @@ from caldera.seeds import derive_seed
 
 NOWHERE = -1
 ENDS: dict[str | None, FinishReason | None] = {None: None, "stop": "stop", "length": "length"}
-"""What an engine says of a request that goes on, or has ended well."""
+"""An engine's finish reasons: of a request that goes on, or has ended well."""
 
 
 class Flight:
@@ -50,12 +50,12 @@ class Flight:
 
     @property
     def seed(self) -> int:
-        """Of the tokens that are still to come: those that are there have had their numbers."""
+        """Of the tokens that are still to come: the seeds of earlier ones are used."""
         seed, known = self.request.seed, len(self.token_ids)
         return derive_seed(seed, "on", known) if known else seed
 
     def take_off(self, replica: int, engine_number: int) -> None:
-        """An engine has it, under a number of its own."""
+        """An engine has it, under a number of the engine's."""
         self.replica, self.engine_number = replica, engine_number
 
     def land(self) -> None:
@@ -76,7 +76,7 @@ class Flight:
         """Take in tokens; returns why the request ends, if it does."""
         params = self.request.params
         if event.prompt_log_probs is not None and self.lacks_prompt_log_probs:
-            # it may have gone on, with tokens of its own behind the prompt
+            # it may have gone on, with sampled tokens behind the prompt
             self.prompt_log_probs = event.prompt_log_probs[: len(self.request.prompt_ids) - 1]
         for place, (token, log_prob) in enumerate(
             zip(event.token_ids, event.log_probs, strict=True)
@@ -95,7 +95,7 @@ class Flight:
         return ENDS[event.finish_reason]
 
     def completion(self, reason: FinishReason, version: int) -> Completion:
-        """What there is; `version` counts if there is nothing."""
+        """The tokens by now; `version` counts if there are none."""
         params = self.request.params
         first = self._versions[0][0] if self._versions else version
         versions = tuple((number, count) for number, count in self._versions)

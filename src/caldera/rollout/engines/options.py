@@ -24,7 +24,7 @@ CPU_BLOCK = 32
 MEMORY_ON_CPU = 0.1
 """Share of the host's memory that SGLang's cache takes on a CPU."""
 KEPT_BY_SGLANG = 6
-"""Tokens of its context that SGLang gives to no prompt; two of them it gives to no answer."""
+"""Tokens of its context that SGLang gives to no prompt; two of them it gives to no response."""
 SEED = "random_seed"
 SEEDS = 2**31
 Arguments = dict[str, Any]
@@ -39,7 +39,7 @@ def engine_arguments(
 ) -> Arguments:
     """Everything that an engine is started with; `engine_kwargs` comes last, and wins.
 
-    `gpus` are those that it can have; None: it runs on the CPU.
+    `gpus`: how many it can have; None: it runs on the CPU.
     """
     tensor_parallel = config.tensor_model_parallel_size
     if gpus is not None and tensor_parallel > gpus:
@@ -88,7 +88,7 @@ def _vllm(config: RolloutConfig, model: str, on_cpu: bool) -> Arguments:
         "disable_log_stats": config.disable_log_stats,
     }
     if on_cpu:
-        # A cache on a CPU has a size of its own (VLLM_CPU_KVCACHE_SPACE).
+        # A cache on a CPU has a separate size (VLLM_CPU_KVCACHE_SPACE).
         del arguments["gpu_memory_utilization"]
         arguments["block_size"] = CPU_BLOCK
     else:
@@ -194,7 +194,7 @@ def check_filters(traits: SamplerTraits, config: RolloutConfig, params: Sampling
         value = getattr(params, key)
         if value != getattr(plain, key) and params.temperature > 0:
             raise UnsupportedError(
-                f"sampling parameter {key}={value}: SGLang tells log-probs before such filters, "
+                f"sampling parameter {key}={value}: SGLang returns log-probs before such filters, "
                 "which rollout.logprobs_mode=processed_logprobs does not mean. Takes "
                 "raw_logprobs, rollout.calculate_log_probs=False, or another rollout.name"
             )

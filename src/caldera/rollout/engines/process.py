@@ -143,7 +143,7 @@ class EngineProcess:
         try:
             self._frames.send(reseeded(self._name, self._arguments, self._starts))
             self.torch_version = str(self._answer())
-        except EngineDied as error:  # which tells the last lines
+        except EngineDied as error:  # which holds the last lines
             self.close()
             raise RolloutError(f"{self._told} does not start: {error}") from error
         except (RolloutError, OSError) as error:
@@ -178,7 +178,7 @@ class EngineProcess:
         self._send({"do": "abort", "number": number})
 
     def step(self) -> list[Event]:
-        """Waits until it is told of something."""
+        """Waits until there is a new event."""
         while not self._events:
             self._take(self._receive())
         events, self._events = self._events, []

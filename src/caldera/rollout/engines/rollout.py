@@ -80,7 +80,7 @@ class EngineRollout(StepwiseRollout):
         self._awake, self._told_of_sleep = True, False
         self._numbers, self._engine_numbers = itertools.count(), itertools.count()
         self._flights: dict[int, Flight] = {}
-        self._grounded: dict[int, Flight] = {}  # those that no engine has
+        self._grounded: dict[int, Flight] = {}  # without an engine
         self._in_engine: dict[int, Flight] = {}  # by the number that the engine knows
         self._failures: dict[int, CalderaError] = {}
         self.restarts = 0
@@ -112,7 +112,7 @@ class EngineRollout(StepwiseRollout):
             self._ranks.wait()
 
     def expect(self, probe: Probe) -> None:
-        """What an engine with the newest weights must say."""
+        """The expected output of an engine with the newest weights."""
         self._probe = probe
 
     def sleep(self) -> None:
@@ -162,7 +162,7 @@ class EngineRollout(StepwiseRollout):
                 self._revive(place, error)
 
     def _push(self) -> None:
-        """Bring the weights to those that lack them, but for one that dies meanwhile."""
+        """Bring the weights to the engines that lack them, but for one that dies meanwhile."""
         if self._weights.is_empty:
             self._take_own_weights()
         for place in sorted(self._weights.lacking):
@@ -287,7 +287,7 @@ class EngineRollout(StepwiseRollout):
                 self._take_in(event)
 
     def _ready(self) -> list[int]:
-        """The engines that have something to tell, or will have next."""
+        """The engines that have events, or will have next."""
         busy = sorted({flight.replica for flight in self._in_engine.values()})
         if len(busy) <= 1:
             return busy

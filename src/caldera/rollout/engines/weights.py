@@ -1,4 +1,4 @@
-"""What engines are to compute with, and which of them have it."""
+"""The weights of engines, and which engines have them."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ OF_SGLANG = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|do
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """What an engine must know of an adapter before it comes."""
+    """The shape of an adapter that an engine needs before it comes."""
 
     rank: int
     """The largest of all layers."""
@@ -261,7 +261,7 @@ def _why_not_sglang(module: nn.Module, shape: AdapterShape, device: torch.device
 
 @contextmanager
 def told_of_merging(engine: str | None) -> Iterator[None]:
-    """If an `engine` that has an adapter fails, the error says how to do without."""
+    """If an `engine` that has an adapter fails, the error suggests how to do without."""
     try:
         yield
     except (RolloutError, RuntimeError, ValueError) as error:
@@ -310,7 +310,7 @@ class AdapterFolders:
 
 
 class WeightSource(Protocol):
-    """Whoever has the weights; a training engine is one."""
+    """The owner of the weights; a training engine is one."""
 
     is_whole: bool
     """Whether the weights can be had here at any time, and without other ranks."""

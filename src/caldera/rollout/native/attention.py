@@ -29,7 +29,7 @@ class PagedAttention:
     """The tokens of a step: they are kept, and each attends to its sequence up to itself.
 
     Whole sequences attend to what was computed with them. The keys of others are read from the
-    cache: on CUDA in half precision the kernel takes them as they come; elsewhere sequences of
+    cache: on CUDA in half precision the kernel takes them as they come; else sequences of
     similar size are gathered into rectangles.
     """
 
@@ -86,10 +86,10 @@ class PagedAttention:
         positions = np.arange(self._counts.sum()) - np.repeat(begins, self._counts)
         rows = np.repeat(np.arange(len(self._counts)), self._counts)
         pointers = np.array([keys.data_ptr(), values.data_ptr()])
-        told, tables, rows_of, where = (
+        pages, tables, rows_of, where = (
             to_device(array, self._device) for array in (pointers, self._tables, rows, positions)
         )
-        return attend(query, keys, None, where, scale, window, (told, tables, rows_of, PAGE_SIZE))
+        return attend(query, keys, None, where, scale, window, (pages, tables, rows_of, PAGE_SIZE))
 
 
 def plan_rectangles(counts: IntArray, ends: IntArray) -> list[IntArray]:
@@ -168,7 +168,7 @@ class _Rectangle:
         out.index_copy_(0, self._targets, flat.index_select(0, self._kept))
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """What is added to the scores, (b, 1, Q, L): 0 where a token is seen."""
+        """The mask that is added to the scores, (b, 1, Q, L): 0 where a token is seen."""
         if window not in self._masks:
             unseen = self._positions > self._seen[..., None]
             if window is not None:

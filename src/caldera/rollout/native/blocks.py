@@ -38,8 +38,8 @@ class BlockManager:
     """Page tables of the running sequences, one row each, over pages counted by reference.
 
     Forked sequences share the full pages of their common start, which nobody writes to again. Full
-    pages may be kept under a key: then they can be found and shared after their row has gone, until
-    their memory is wanted. Those that were used least lately go first.
+    pages may be kept under their block hash: then they can be found and shared after their row has
+    gone, until their memory is wanted. The least recently used go first.
     """
 
     def __init__(self, pages: int, rows: int, pages_per_row: int = 1) -> None:
@@ -48,10 +48,10 @@ class BlockManager:
         self.references: IntArray = np.zeros(pages, dtype=np.int64)
         self._free = list(range(pages - 1, -1, -1))  # a stack: low pages first, so they stay warm
         self._page_of: dict[bytes, int] = {}
-        self._key_of: dict[int, bytes] = {}
+        self._hash_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = (
             OrderedDict()
-        )  # with a key, without a row; oldest first
+        )  # with a block hash, without a row; oldest first
 
     @property
     def pages(self) -> int:
@@ -82,7 +82,7 @@ class BlockManager:
         self._free.clear()
 
     def allocate(self, row: int, tokens: int, shared: IntArray = NO_PAGES) -> None:
-        """Give an empty row the pages for this many tokens, the first of them those that it shares
+        """Give an empty row the pages for this many tokens, the first of them shared
         with others."""
         assert self.owned[row] == 0, "the row is taken"
         count = pages_for(tokens)
@@ -125,10 +125,10 @@ class BlockManager:
         self.references[pages] -= 1
         unused = pages[self.references[pages] == 0].tolist()
         self.owned[row] = 0
-        if self._key_of:
+        if self._hash_of:
             # the end of a sequence is of use to fewer than its start, so it is given out first
-            self._idle.update((page, None) for page in reversed(unused) if page in self._key_of)
-            unused = [page for page in unused if page not in self._key_of]
+            self._idle.update((page, None) for page in reversed(unused) if page in self._hash_of)
+            unused = [page for page in unused if page not in self._hash_of]
         self._free.extend(unused)
 
     def slots(self, rows: IntArray, positions: IntArray) -> IntArray:
@@ -138,18 +138,18 @@ class BlockManager:
 
     # ---- pages that can be found again
 
-    def keep(self, row: int, keys: Sequence[bytes]) -> None:
-        """Let the row's first pages, which are full, be found by these keys."""
-        for page, key in zip(self.tables[row, : len(keys)].tolist(), keys, strict=True):
-            if page not in self._key_of and key not in self._page_of:
-                self._page_of[key] = page
-                self._key_of[page] = key
+    def keep(self, row: int, hashes: Sequence[bytes]) -> None:
+        """Let the row's first pages, which are full, be found by these block hashes."""
+        for page, block_hash in zip(self.tables[row, : len(hashes)].tolist(), hashes, strict=True):
+            if page not in self._hash_of and block_hash not in self._page_of:
+                self._page_of[block_hash] = page
+                self._hash_of[page] = block_hash
 
-    def find(self, keys: Iterable[bytes]) -> IntArray:
-        """The pages of these keys, up to the first that is not there."""
+    def find(self, hashes: Iterable[bytes]) -> IntArray:
+        """The pages of these block hashes, up to the first that is not there."""
         found = []
-        for key in keys:
-            page = self._page_of.get(key)
+        for block_hash in hashes:
+            page = self._page_of.get(block_hash)
             if page is None:
                 break
             found.append(page)
@@ -160,7 +160,7 @@ class BlockManager:
         self._free.extend(self._idle)
         self._idle.clear()
         self._page_of.clear()
-        self._key_of.clear()
+        self._hash_of.clear()
 
     def _take(self, count: int) -> IntArray:
         assert count <= self.free_pages, "the scheduler asks for pages that are there"
@@ -168,7 +168,7 @@ class BlockManager:
             return NO_PAGES
         while len(self._free) < count:
             page, _ = self._idle.popitem(last=False)
-            del self._page_of[self._key_of.pop(page)]
+            del self._page_of[self._hash_of.pop(page)]
             self._free.append(page)
         taken = np.array(self._free[-count:][::-1], dtype=np.int64)
         del self._free[-count:]
@@ -176,14 +176,14 @@ class BlockManager:
         return taken
 
 
-def extend_keys(keys: list[bytes], tokens: NDArray[np.integer], pages: int) -> None:
-    """Add keys until each of the first full pages of these tokens has one: two pages with one key
-    hold the same keys and values.
+def extend_block_hashes(hashes: list[bytes], tokens: NDArray[np.integer], pages: int) -> None:
+    """Add block hashes until each of the first full pages of these tokens has one: pages with the
+    same hash hold the same keys and values.
 
-    What a page holds depends on all tokens up to its end, so its key contains the key before it.
+    A page depends on all tokens up to its end, so its hash contains the hash before it.
     """
-    for page in range(len(keys), pages):
+    for page in range(len(hashes), pages):
         part = tokens[page * PAGE_SIZE : (page + 1) * PAGE_SIZE].astype(np.int32)
-        digest = blake2b(keys[-1] if keys else b"", digest_size=DIGEST_BYTES)
+        digest = blake2b(hashes[-1] if hashes else b"", digest_size=DIGEST_BYTES)
         digest.update(part.tobytes())
-        keys.append(digest.digest())
+        hashes.append(digest.digest())

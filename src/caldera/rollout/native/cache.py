@@ -17,7 +17,7 @@ CPU_CACHE_BYTES = 2 * 1024**3
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one token leaves in the cache."""
+    """The keys and values of one token in the cache."""
 
     layers: int
     heads: int
@@ -97,7 +97,7 @@ class KVCache:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """What nothing holds any more goes back to others, not to a list of the allocator's own."""
+    """Return freed memory to the system, not to a list of the allocator's own."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return

@@ -44,7 +44,7 @@ from caldera.rollout.native.runner import Runner
 from caldera.rollout.native.running import Running, Sequence
 from caldera.rollout.native.sampler import sample
 from caldera.rollout.native.scheduler import Scheduler
-from caldera.rollout.native.steps import Flight, Prefill, Step
+from caldera.rollout.native.steps import InFlightStep, Prefill, Step
 from caldera.rollout.weights import sampling_dtype, sampling_precision
 
 if TYPE_CHECKING:
@@ -106,12 +106,12 @@ class NativeRollout(StepwiseRollout):
             config.max_num_batched_tokens,
             config.enable_chunked_prefill,
             config.enable_prefix_caching,
-            mixes=self.device.type == "cpu",  # elsewhere a step of decoding alone is recorded
+            mixes=self.device.type == "cpu",  # on CUDA a step of decoding alone is a CUDA graph
         )
         self._scheduler.version = self.version
         self._present: dict[int, Sequence] = {}
-        self._demanding: set[int] = set()  # those that want all tokens known before each step
-        self._flights: deque[Flight] = deque()
+        self._synchronous: set[int] = set()  # that need all tokens before each step
+        self._in_flight: deque[InFlightStep] = deque()
         self._newcomers = False
         self._stale = False
 
@@ -135,7 +135,7 @@ class NativeRollout(StepwiseRollout):
     def sleep(self) -> None:
         """Free the cache. Requests in flight keep what was sampled for them."""
         self._awake = False
-        self._land_all()
+        self._synchronize_all()
         self._drop_cache()
         self._runner.rest()
         give_back_memory(self.device)
@@ -182,11 +182,11 @@ class NativeRollout(StepwiseRollout):
         return sequence.number
 
     def abort(self, number: int) -> Completion | None:
-        self._land_all()
+        self._synchronize_all()
         sequence = self._present.pop(number, None)
         if sequence is None:
             return None
-        self._demanding.discard(number)
+        self._synchronous.discard(number)
         self._scheduler.remove(sequence)
         sequence.finish_reason = "abort"
         return self._completion(sequence)
@@ -206,10 +206,10 @@ class NativeRollout(StepwiseRollout):
             self._stale = self._runner.prepare(changed)
             try:
                 yield
-                self._land_all()
+                self._synchronize_all()
             except BaseException:  # whatever it was, a step may have been left half done
-                for flight in self._flights:
-                    flight.abandon()
+                for step in self._in_flight:
+                    step.abandon()
                 self._reset()
                 raise
 
@@ -217,49 +217,51 @@ class NativeRollout(StepwiseRollout):
         if not self._awake:
             raise RolloutError("the sampler sleeps: wake it up before generating")
         if self._stale or self.version != self._scheduler.version:
-            self._land_all()
+            self._synchronize_all()
             self._scheduler.restart()
             self._scheduler.version = self.version
             self._stale = False
         cache = self._reserve_cache()
         if not self._scheduler.can_go_on:
-            self._land_all()
+            self._synchronize_all()
         if not self._present:
             return
-        self._flights.append(self._launch(self._scheduler.schedule(), cache))
-        while len(self._flights) > (0 if self._demanding else self._runner.steps_ahead):
-            self._land(self._flights.popleft())
+        self._in_flight.append(self._launch(self._scheduler.schedule(), cache))
+        while len(self._in_flight) > (0 if self._synchronous else self._runner.max_steps_in_flight):
+            self._synchronize(self._in_flight.popleft())
 
-    def _launch(self, step: Step, cache: KVCache) -> Flight:
+    def _launch(self, step: Step, cache: KVCache) -> InFlightStep:
         """Run a step and choose its tokens, perhaps without waiting for them."""
         running, rows = self._running, step.rows
         parameters, penalties = running.sampling(rows), running.penalties(rows)
-        runner_may_choose = not (self._demanding or parameters.has_filters)
+        runner_may_choose = not (self._synchronous or parameters.has_filters)
         output = self._runner.run(step, cache, parameters if runner_may_choose else None)
         if isinstance(step, Prefill) and output.hidden is not None:
             self._note_prompts(step, output.hidden)
-        told = output.told
-        if told is None:
+        token_log_probs = output.token_log_probs
+        if token_log_probs is None:
             sampled = sample(output.logits.float(), parameters, self._raw_log_probs, penalties)
-            told = sampled.told()
+            token_log_probs = sampled.packed()
             self._runner.newest.index_copy_(0, to_device(rows, self.device), sampled.tokens)
             if running.ranked[rows].any():
                 self._note_ranks(rows, sampled.logits)
-        told = self._runner.with_trainer_log_probs(output.logits, told, parameters)
+        token_log_probs = self._runner.with_trainer_log_probs(
+            output.logits, token_log_probs, parameters
+        )
         numbers = running.number[rows]
-        return Flight(step, running.expect(rows), numbers, told)
+        return InFlightStep(step, running.expect(rows), numbers, token_log_probs)
 
-    def _land(self, flight: Flight) -> None:
-        """Wait for the tokens of a step, and tell who is to be told."""
-        running, rows = self._running, flight.step.rows
-        tokens, log_probs = flight.land()
-        alive = running.number[rows] == flight.numbers
+    def _synchronize(self, begun: InFlightStep) -> None:
+        """Synchronise with a step: wait for its tokens, and call the callbacks."""
+        running, rows = self._running, begun.step.rows
+        tokens, log_probs = begun.synchronize()
+        alive = running.number[rows] == begun.numbers
         listened = np.flatnonzero(running.listened[rows] & alive).tolist()
         heard = [(index, running.at(rows[index])) for index in listened]
-        finished = self._scheduler.update(flight.step, flight.positions, alive, tokens, log_probs)
-        for sequence in finished:  # before anyone is told, who may abort something
+        finished = self._scheduler.update(begun.step, begun.positions, alive, tokens, log_probs)
+        for sequence in finished:  # before callbacks, which may abort something
             del self._present[sequence.number]
-            self._demanding.discard(sequence.number)
+            self._synchronous.discard(sequence.number)
         for index, sequence in heard:
             assert sequence.on_token is not None, "someone listens"
             sequence.on_token(sequence.number, int(tokens[index]), float(log_probs[index]))
@@ -267,9 +269,9 @@ class NativeRollout(StepwiseRollout):
             if sequence.on_finished is not None:
                 sequence.on_finished(sequence.number, self._completion(sequence))
 
-    def _land_all(self) -> None:
-        while self._flights:
-            self._land(self._flights.popleft())
+    def _synchronize_all(self) -> None:
+        while self._in_flight:
+            self._synchronize(self._in_flight.popleft())
 
     def _note_ranks(self, rows: IntArray, logits: Tensor) -> None:
         """Keep the most likely tokens of the rows that ask for them; logits (B, V)."""
@@ -317,7 +319,9 @@ class NativeRollout(StepwiseRollout):
 
     def _take_in(self, sequences: list[Sequence]) -> None:
         self._present.update((sequence.number, sequence) for sequence in sequences)
-        self._demanding.update(each.number for each in sequences if each.is_demanding)
+        self._synchronous.update(
+            each.number for each in sequences if each.needs_synchronous_sampling
+        )
         self._scheduler.add(sequences)
         self._newcomers = True
 
@@ -345,7 +349,7 @@ class NativeRollout(StepwiseRollout):
         if self.device.type == "cuda" and self.config.enforce_eager:
             raise UnsupportedError(f"{key}: on CUDA it needs rollout.enforce_eager=False")
         dtypes = {parameter.dtype for parameter in self.module.parameters()}
-        if dtypes != {self._dtype}:  # adapters may have one of their own
+        if dtypes != {self._dtype}:  # adapters may have another one
             raise UnsupportedError(
                 f"{key} with actor_rollout_ref.rollout.dtype={self.config.dtype} (null is bfloat16 "
                 "on CUDA): takes that of all parameters, which are "

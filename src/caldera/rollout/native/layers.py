@@ -1,4 +1,4 @@
-"""What a decoder layer of the commonest shape consists of."""
+"""The parts of a decoder layer of the commonest shape."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ LAYERS = (LlamaDecoderLayer, Qwen2DecoderLayer, MistralDecoderLayer)
 came with a model may compute something else."""
 LAYERS_WITH_HEAD_NORMS = (Qwen3DecoderLayer,)
 """The same, but each head of queries and keys has its norm first."""
-TRUNKS = (LlamaModel, Qwen2Model, Qwen3Model, MistralModel)
+BACKBONES = (LlamaModel, Qwen2Model, Qwen3Model, MistralModel)
 """Which do nothing between embedding, such layers and the last norm."""
 
 
 def has_known_layers(module: nn.Module) -> bool:
     """Whether all layers are of these kinds, whatever they multiply by."""
-    trunk = cast(Any, base_module(module).base_model)
+    backbone = cast(Any, base_module(module).base_model)
     return (
-        type(trunk) in TRUNKS
-        and type(trunk.embed_tokens) is nn.Embedding
-        and kind_of(trunk.norm) is False
+        type(backbone) in BACKBONES
+        and type(backbone.embed_tokens) is nn.Embedding
+        and kind_of(backbone.norm) is False
         and all(
             type(layer) in LAYERS + LAYERS_WITH_HEAD_NORMS
             and all(kind_of(norm) is False for norm in norms_of(layer))
             and type(layer.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
-            for layer in trunk.layers
+            for layer in backbone.layers
         )
     )
 
@@ -84,13 +84,13 @@ class LayerParts:
         norms = norms_of(layer)
         self.epsilons = [epsilon_of(norm) for norm in norms[:2]]
         self.scales = [cast(Tensor, norm.weight) for norm in norms[:2]]
-        self.inward: list[nn.Linear] = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self.outward: nn.Linear = attention.o_proj
+        self.qkv_proj: list[nn.Linear] = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.o_proj: nn.Linear = attention.o_proj
         self.gate: nn.Linear = mlp.gate_proj
         self.up: nn.Linear = mlp.up_proj
         self.down: nn.Linear = mlp.down_proj
         self._head_dim = attention.head_dim
-        self._sizes = [linear.out_features // self._head_dim for linear in self.inward]
+        self._sizes = [linear.out_features // self._head_dim for linear in self.qkv_proj]
         head_norms = None
         if len(norms) > 2:
             query, key = (cast(Tensor, norm.weight) for norm in norms[2:])
@@ -144,14 +144,14 @@ class Product:
 
 
 def joint_product(container: nn.Module, name: str) -> Product | None:
-    """What a layer's stack multiplies by; None if the layer is part of none."""
+    """The product of a layer's stack; None if the layer is part of none."""
     part = container._modules.get(name)
     multiply = part.joint.multiply if isinstance(part, _Part) else None
     return multiply if isinstance(multiply, Product) else None
 
 
 class _Joint:
-    """What some layers that multiply the same input compute together, when the first is asked.
+    """The joint product of layers that multiply the same input, computed when the first is asked.
 
     Each piece is handed out once: after a pass that was broken off, the first layer of the next one
     finds its own gone, and all are computed anew.

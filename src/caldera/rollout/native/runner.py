@@ -12,24 +12,26 @@ from caldera.models.attention import AttentionContext
 from caldera.models.forward import base_module, language_head, language_logits
 from caldera.models.head import head_outputs
 from caldera.rollout.native.attention import PagedAttention, to_device
+from caldera.rollout.native.backbone import Backbone, plain_backbone
 from caldera.rollout.native.blocks import IntArray
 from caldera.rollout.native.cache import KVCache
 from caldera.rollout.native.sampler import SamplingRows
 from caldera.rollout.native.steps import Decode, Prefill, Step
-from caldera.rollout.native.trunk import Trunk, plain_trunk
 
 
 class Output(NamedTuple):
     logits: Tensor  # (B, V) of each row of the step
     hidden: Tensor | None  # (T, H) of each token of the step, if it was a prefill
-    told: Tensor | None = None  # (2, B) tokens and log-probs, where they are chosen already
+    token_log_probs: Tensor | None = (
+        None  # (2, B) tokens and log-probs, where they are chosen already
+    )
 
 
 class Runner:
     """Logits of each row's last token."""
 
-    steps_ahead = 0
-    """Steps whose tokens need not be known before the next one is begun."""
+    max_steps_in_flight = 0
+    """Asynchronous scheduling: steps that may be in flight when the next one is launched."""
     has_own_precision = False
     """Whether it computes in the sampler's precision, whatever the module's parameters have."""
 
@@ -38,7 +40,7 @@ class Runner:
         self._source = self._module = module
         self._checksums: list[tuple[int, int]] | None = None
         self._device = device
-        self._trunk: Trunk = plain_trunk(module)
+        self._backbone: Backbone = plain_backbone(module)
         self.newest = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         """Each row's newest token."""
 
@@ -46,7 +48,7 @@ class Runner:
         """To be called before the steps that follow, in which the weights do not change.
 
         Returns whether they have changed since the last time, as is known or found. On a GPU
-        nobody looks: whoever changes weights must tell.
+        nobody looks: a caller that changes weights sets `weights_changed`.
         """
         if self._device.type != "cpu":
             return weights_changed
@@ -64,10 +66,10 @@ class Runner:
         return self._prefill(step, cache, sampling)
 
     def with_trainer_log_probs(
-        self, logits: Tensor, told: Tensor, sampling: SamplingRows
+        self, logits: Tensor, token_log_probs: Tensor, sampling: SamplingRows
     ) -> Tensor:
-        """What was chosen for rows of logits, (2, B), with the log-probs that the trainer finds."""
-        return told
+        """The chosen tokens for rows of logits, (2, B), with the log-probs of the trainer."""
+        return token_log_probs
 
     def _prefill(self, step: Prefill, cache: KVCache, sampling: SamplingRows | None) -> Output:
         hidden = self._hidden(step, cache)
@@ -85,8 +87,8 @@ class Runner:
     def log_probs(self, hidden: Tensor, labels: IntArray) -> list[float]:
         """Of the tokens that follow, (n,), at hidden states (n, H), before any temperature."""
         head = language_head(self._module)
-        told = head_outputs(hidden, head, to_device(labels, self._device), 1.0, ("log_probs",))
-        found: list[float] = told["log_probs"].tolist()
+        outputs = head_outputs(hidden, head, to_device(labels, self._device), 1.0, ("log_probs",))
+        found: list[float] = outputs["log_probs"].tolist()
         return found
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -96,7 +98,7 @@ class Runner:
         """Hidden states (T, H) of the step's tokens."""
         positions = to_device(step.positions, self._device)[None]
         cache.begin_pass()
-        hidden = self._trunk(self._tokens(step), positions, self._attention(step, cache))
+        hidden = self._backbone(self._tokens(step), positions, self._attention(step, cache))
         cache.check_pass(type(base_module(self._module)).__name__)
         return hidden
 

@@ -36,10 +36,10 @@ class Sequence:
     on_finished: OnFinished | None = None
     decode: Decode | None = None
     """Needed where the request has stop strings."""
-    keys: list[bytes] = field(default_factory=list)
-    """Names of its full pages, as far as anyone asked."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Block hashes of its full pages, as far as they are known."""
     row: int = NO_ROW
-    """Its row in the table of those that run."""
+    """Its row in the table of running sequences."""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Sequence:
         return wanted and len(self.prompt_log_probs) < len(self.prompt) - 1
 
     @property
-    def is_demanding(self) -> bool:
+    def needs_synchronous_sampling(self) -> bool:
         """Whether all that was sampled must be known before its next token is chosen."""
         params = self.request.params
         return params.has_penalties or params.prompt_logprobs or params.logprobs > 0
@@ -97,8 +97,10 @@ class Running:
         self.length: IntArray = _zeros(size, np.int64)  # tokens known, with the prompt's
         self.cached: IntArray = _zeros(size, np.int64)  # of these, tokens in the key/value cache
         self.max_pages: IntArray = _zeros(size, np.int64)  # of the longest it may get
-        self.listened: NDArray[np.bool_] = _zeros(size, np.bool_)  # someone is told of each token
-        self.ranked: IntArray = _zeros(size, np.int64)  # most likely tokens to tell of with each
+        self.listened: NDArray[np.bool_] = _zeros(
+            size, np.bool_
+        )  # on_token is called for each token
+        self.ranked: IntArray = _zeros(size, np.int64)  # most likely tokens to report with each
         self.number: IntArray = np.full(size, NO_SEQUENCE)  # of the sequence in each row
         self._sequences: list[Sequence | None] = [None] * size
         self._free = list(range(size - 1, -1, -1))

@@ -16,7 +16,7 @@ from caldera.rollout.native.blocks import IntArray
 
 GROUP = 64
 TILE = GROUP * GROUP
-"""A token is chosen in three races: which tile, which group in that, which token in that."""
+"""A token is drawn by three exponential races (Gumbel-max): of tiles, groups and tokens."""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -41,7 +41,7 @@ class SamplingRows:
 
 @dataclass(frozen=True)
 class Penalties:
-    """What some rows of a batch lose for what they hold already."""
+    """The penalties of some rows of a batch for the tokens that they hold."""
 
     rows: IntArray  # (R,) of the batch
     repetition: NDArray[np.float32]  # (R,)
@@ -57,7 +57,7 @@ class Sampled(NamedTuple):
     log_probs: Tensor  # (B,)
     logits: Tensor  # (B, V) whose log-probs these are
 
-    def told(self) -> Tensor:
+    def packed(self) -> Tensor:
         """Tokens as int32 and log-probs as float32 in the same bits, (2, B)."""
         log_probs = self.log_probs.float().view(torch.int32)
         return torch.stack([self.tokens.to(torch.int32), log_probs])
@@ -208,9 +208,9 @@ def _filter_rows(logits: Tensor, top_k: IntArray, top_p: NDArray[np.float64]) ->
 def _draw(weights: Tensor, words: NDArray[np.uint32]) -> tuple[Tensor, Tensor]:
     """A token by its weight, and the sum of the weights (B, V), (B,) each.
 
-    Weights race: who has the most for each unit of an exponentially distributed number wins, with
-    a probability that is its share. Unlike a search among cumulated weights, in which the rounding
-    of one shifts all behind it, another choice takes two that were as good as equal.
+    An exponential race (Gumbel-max): the largest weight over an exponentially distributed number
+    wins, with a probability that is its share. Unlike a search among cumulated weights, in which
+    the rounding of one shifts all behind it, another choice takes two that were as good as equal.
     """
     if missing := -weights.shape[-1] % TILE:
         weights = F.pad(weights, (0, missing))
@@ -225,6 +225,6 @@ def _draw(weights: Tensor, words: NDArray[np.uint32]) -> tuple[Tensor, Tensor]:
 
 
 def _race(weights: Tensor, words: NDArray[np.uint32], number: int) -> Tensor:
-    """Who wins of each row (B, n)."""
-    paces = torch.from_numpy(exponentials(words, number, weights.shape[-1])).to(weights.device)
-    return (weights / paces).argmax(-1)
+    """The winner of each row (B, n) of an exponential race."""
+    noise = torch.from_numpy(exponentials(words, number, weights.shape[-1])).to(weights.device)
+    return (weights / noise).argmax(-1)

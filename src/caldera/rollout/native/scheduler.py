@@ -15,7 +15,7 @@ from caldera.rollout.native.blocks import (
     PAGE_SIZE,
     BlockManager,
     IntArray,
-    extend_keys,
+    extend_block_hashes,
     pages_for,
 )
 from caldera.rollout.native.running import NO_ROW, Running, Sequence
@@ -39,7 +39,7 @@ class _Plan:
 
     @property
     def ends_a_row(self) -> bool:
-        """Whether the newest of those that run is run to its end."""
+        """Whether the newest of the planned rows is run to its end."""
         return bool(self.leaders) and self.leaders[-1] == len(self.rows) - 1
 
     def run(self, row: int, count: int, to_the_end: bool) -> None:
@@ -50,7 +50,7 @@ class _Plan:
             self.follow(row, None)
 
     def follow(self, row: int, copy: tuple[int, int] | None) -> None:
-        """Sample for a row what the newest of those that run says."""
+        """Sample for a row from the logits of the newest planned row."""
         self.sampled.append(row)
         self.leaders.append(len(self.rows) - 1)
         self.copies.extend([copy] if copy else [])
@@ -216,8 +216,8 @@ class Scheduler:
         if not self._prefixes or sequence.lacks_prompt_log_probs:
             return NO_PAGES
         full = (sequence.prefill_length - 1) // PAGE_SIZE
-        extend_keys(sequence.keys, sequence.prefill_ids(), full)
-        return self._blocks.find(sequence.keys[:full])
+        extend_block_hashes(sequence.block_hashes, sequence.prefill_ids(), full)
+        return self._blocks.find(sequence.block_hashes[:full])
 
     def _fits(self, plan: _Plan, sequence: Sequence, needed: int) -> bool:
         """Whether a page is left for each that will want one, so that none is evicted at once."""
@@ -312,15 +312,17 @@ class Scheduler:
     def _keep(self, row: int) -> None:
         """Let the full pages of a row be found."""
         running = self._running
-        keys = running.at(row).keys
+        block_hashes = running.at(row).block_hashes
         full = int(running.cached[row]) // PAGE_SIZE
         positions = np.arange(full * PAGE_SIZE)
-        extend_keys(keys, running.tokens(np.full(len(positions), row), positions), full)
-        self._blocks.keep(row, keys[:full])
+        extend_block_hashes(
+            block_hashes, running.tokens(np.full(len(positions), row), positions), full
+        )
+        self._blocks.keep(row, block_hashes[:full])
 
 
 def _same_tokens(one: Sequence, other: Sequence) -> bool:
-    """Whether what is run for one says what the other wants to know."""
+    """Whether the run of one has all results that the other needs."""
     return not (one.token_ids or other.token_ids or other.lacks_prompt_log_probs) and (
         one.prompt.tobytes() == other.prompt.tobytes()
     )

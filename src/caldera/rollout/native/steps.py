@@ -1,4 +1,4 @@
-"""What the scheduler hands to the runner: the tokens of one forward pass."""
+"""The steps that the scheduler hands to the runner: the tokens of one forward pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from caldera.rollout.native.blocks import IntArray
 class Prefill:
     """Sequences, or parts of them, to run through the model, packed.
 
-    What comes before a part is in the cache. A row whose part is not its last is run, but no token
+    The tokens before a part are in the cache. A row whose part is not its last is run, but no token
     is sampled for it.
     """
 
@@ -29,9 +29,9 @@ class Prefill:
     counts: IntArray  # (S,) tokens of each that are run
     ends: IntArray  # (S,) tokens of each that are in the cache after this step
     tables: IntArray  # (S, pages of the longest)
-    leaders: IntArray  # (B,) which of those that are run was run for each row
+    leaders: IntArray  # (B,) the place in `run` whose output is each row's
     page_copies: IntArray  # (C, 2) pages to copy afterwards, as (source, target)
-    tables_of_rows: IntArray  # (B, as many as any row has had), which recorded steps look up
+    tables_of_rows: IntArray  # (B, as many as any row has had), which captured steps look up
 
     @property
     def is_whole(self) -> bool:
@@ -73,37 +73,40 @@ class Decode:
 Step = Prefill | Decode
 
 
-# ---- A step that was begun, and whose tokens may still be on their way from the device
+# ---- An in-flight step: it was launched, and its tokens may still be on their way from the device
 
 
-class Flight:
-    def __init__(self, step: Step, positions: IntArray, numbers: IntArray, told: Tensor) -> None:
-        """`positions` and `numbers`: where the tokens belong, in which sequences. `told` (2, B):
+class InFlightStep:
+    def __init__(self, step: Step, positions: IntArray, numbers: IntArray, sampled: Tensor) -> None:
+        """`positions` and `numbers`: where the tokens belong, in which sequences. `sampled` (2, B):
         tokens as int32, and log-probs as float32 in the same bits; on the device, or in pinned
-        memory, to which the device writes them in the step that was begun last."""
+        memory, to which the device writes them in the step that was launched last."""
         self.step = step
         self.positions = positions
         self.numbers = numbers
-        self._told = told
+        self._sampled = sampled
         self._arrival: torch.cuda.Event | None = None
-        if told.is_cuda:
-            self._told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
-            self._told.copy_(told, non_blocking=True)
-        if self._told.is_pinned():
+        if sampled.is_cuda:
+            self._sampled = torch.empty(sampled.shape, dtype=sampled.dtype, pin_memory=True)
+            self._sampled.copy_(sampled, non_blocking=True)
+        if self._sampled.is_pinned():
             self._arrival = torch.cuda.Event()
             self._arrival.record()
 
-    def land(self) -> tuple[IntArray, NDArray[np.float32]]:
+    def synchronize(self) -> tuple[IntArray, NDArray[np.float32]]:
         """Tokens and their log-probs, (B,) each, once they are there."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        told: NDArray[np.int32] = self._told.numpy()
-        tokens, log_probs = told[0].astype(np.int64), told[1].view(np.float32).copy()
-        assert (tokens >= 0).all(), "a step told its tokens to another"
+        sampled: NDArray[np.int32] = self._sampled.numpy()
+        tokens, log_probs = (
+            sampled[0].astype(np.int64),
+            sampled[1].view(np.float32).copy(),
+        )
+        assert (tokens >= 0).all(), "a step wrote its tokens to another reply"
         return tokens, log_probs
 
     def abandon(self) -> None:
         """Wait until the device writes no more, whatever becomes of the step."""
         if self._arrival is not None:
-            with suppress(RuntimeError):  # the error that led here is the one to be told
+            with suppress(RuntimeError):  # the error that led here is the one to report
                 self._arrival.synchronize()

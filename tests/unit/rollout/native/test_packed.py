@@ -22,8 +22,8 @@ from caldera.config import RolloutConfig
 from caldera.config.rollout import NativeRolloutConfig
 from caldera.models.attention import ATTENTION
 from caldera.rollout.base import Request, SamplingParams
+from caldera.rollout.native.cpu.fused_forward import FusedBackbone, FusedLayer, SmallLayer
 from caldera.rollout.native.cpu.kernels import find_compiler
-from caldera.rollout.native.cpu.lean import LeanLayer, LeanTrunk, SmallLayer
 from caldera.rollout.native.cpu.runner import PackedRunner
 from caldera.rollout.native.cpu.weights import can_pack
 from caldera.rollout.native.engine import NativeRollout
@@ -110,9 +110,9 @@ def test_packed_weights_sample_what_plain_ones_do(
         (Qwen2Config(**SIZES | {"hidden_size": 64, "intermediate_size": 96}), SmallLayer),
         (MistralConfig(**SIZES | {"hidden_size": 64}, sliding_window=5), SmallLayer),
         (Qwen3Config(**SIZES | {"hidden_size": 64}, head_dim=32), SmallLayer),
-        (Qwen3Config(**SIZES, head_dim=64, attention_bias=True), LeanLayer),
-        (LlamaConfig(**SIZES | {"hidden_size": 96, "intermediate_size": 50}), LeanLayer),
-        (LlamaConfig(**SIZES), LeanLayer),
+        (Qwen3Config(**SIZES, head_dim=64, attention_bias=True), FusedLayer),
+        (LlamaConfig(**SIZES | {"hidden_size": 96, "intermediate_size": 50}), FusedLayer),
+        (LlamaConfig(**SIZES), FusedLayer),
     ],
     ids=["plain", "biases", "window", "more-norms", "norms-and-biases", "odd-sizes", "large"],
 )
@@ -121,9 +121,9 @@ def test_layers_of_each_kind(config: Any, kind: type, chunked: bool) -> None:
     module = build(config)
     keys = {"enable_chunked_prefill": chunked, "max_num_batched_tokens": 64}
     rollout = sampler(module, **keys)
-    lean = rollout._runner._trunk
-    assert isinstance(lean, LeanTrunk)
-    assert {type(layer) for layer in lean._layers} == {kind}
+    fused = rollout._runner._backbone
+    assert isinstance(fused, FusedBackbone)
+    assert {type(layer) for layer in fused._layers} == {kind}
     assert_alike(module, rollout, **keys)
 
 
@@ -136,7 +136,7 @@ def test_without_a_compiler(
         rollout = sampler(module)
     assert "there is no C++ compiler (g++, clang++, c++, or the variable CXX)" in caplog.text
     assert isinstance(rollout._runner, PackedRunner)
-    assert not isinstance(rollout._runner._trunk, LeanTrunk)
+    assert not isinstance(rollout._runner._backbone, FusedBackbone)
     assert_alike(module, rollout)
 
 
@@ -178,7 +178,7 @@ def test_a_class_of_the_same_name_is_not_taken_for_it() -> None:
 
     layer.__class__ = LlamaDecoderLayer
     rollout = sampler(module)
-    assert not isinstance(rollout._runner._trunk, LeanTrunk)
+    assert not isinstance(rollout._runner._backbone, FusedBackbone)
     assert_alike(module, rollout)
 
 

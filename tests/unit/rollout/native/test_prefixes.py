@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caldera.rollout import NativeRollout, Request, SamplingParams
-from caldera.rollout.native.blocks import BlockManager, extend_keys
+from caldera.rollout.native.blocks import BlockManager, extend_block_hashes
 from caldera.rollout.native.scheduler import Scheduler
 from caldera.rollout.native.steps import Decode, Prefill
 
@@ -50,13 +50,13 @@ def prefilled(steps):
 def test_a_key_names_all_tokens_up_to_the_end_of_its_page():
     keys: list[bytes] = []
     one = np.arange(40)
-    extend_keys(keys, one, 2)
+    extend_block_hashes(keys, one, 2)
     again: list[bytes] = []
-    extend_keys(again, one.astype(np.int32), 1)
-    extend_keys(again, one, 2)
+    extend_block_hashes(again, one.astype(np.int32), 1)
+    extend_block_hashes(again, one, 2)
     assert keys == again and len(set(keys)) == 2
     other: list[bytes] = []
-    extend_keys(other, np.concatenate([[7], one[1:]]), 2)
+    extend_block_hashes(other, np.concatenate([[7], one[1:]]), 2)
     assert not set(other) & set(keys)
 
 

@@ -113,7 +113,7 @@ class Delayed(TensorParallelRollout):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._runner.steps_ahead = 1
+        self._runner.max_steps_in_flight = 1
 
 
 def sample(rollout: TensorParallelRollout, asked: list[Request]) -> Told | None:

@@ -302,8 +302,8 @@ constexpr Index ROWS = 8;  // tokens that go through a layer together
 
 // Matrices (K, N) as (N / TILE, K, TILE).
 struct Matrices {
-    const float *inward, *bias;        // for queries, keys and values; the bias may be null
-    const float *outward, *gate, *up, *down;
+    const float *qkv_proj, *bias;        // for queries, keys and values; the bias may be null
+    const float *o_proj, *gate, *up, *down;
     Index hidden, inner;
     float first_epsilon, second_epsilon;
     float *values;                     // (T, hidden) that the layer changes
@@ -360,7 +360,7 @@ static void enter(const Step &step, const Layer &layer, const Matrices &by, Inde
     float *heads = layer.query + first * columns;
     for (Index i = 0; by.bias && i < count; i++)
         std::memcpy(heads + i * columns, by.bias, 4 * columns);
-    multiply(room.data(), count, size, by.inward, columns, heads, by.bias);
+    multiply(room.data(), count, size, by.qkv_proj, columns, heads, by.bias);
     for (Index i = 0; i < count; i++) take_in(step, layer, first + i);
 }
 
@@ -371,7 +371,7 @@ static void leave(const Layer &layer, const Matrices &by, Index first, Index cou
     room.resize(ROWS * (size + 2 * by.inner));
     float *normed = room.data(), *gate = normed + ROWS * size, *up = gate + ROWS * by.inner;
     float *values = by.values + first * size;
-    multiply(layer.out + first * found, count, found, by.outward, size, values, true);
+    multiply(layer.out + first * found, count, found, by.o_proj, size, values, true);
     for (Index i = 0; i < count; i++)
         normalise(values + i * size, normed + i * size, size, by.second_epsilon);
     multiply(normed, count, size, by.gate, by.inner, gate);

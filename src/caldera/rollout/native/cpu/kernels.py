@@ -23,8 +23,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from caldera.rollout.native.backbone import CODE_FOLDER
 from caldera.rollout.native.blocks import PAGE_SIZE
-from caldera.rollout.native.trunk import CODE_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Matrices(ctypes.Structure):
     """As in the source."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("inward", "bias", "outward", "gate", "up", "down")),
+        *((name, c_void_p) for name in ("qkv_proj", "bias", "o_proj", "gate", "up", "down")),
         *((name, c_int64) for name in ("hidden", "inner")),
         *((name, c_float) for name in ("first_epsilon", "second_epsilon")),
         ("values", c_void_p),
@@ -69,7 +69,7 @@ class Matrices(ctypes.Structure):
 
 
 class CpuKernels:
-    """What was compiled, for heads of one size, in float32."""
+    """The compiled library, for heads of one size, in float32."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         step, layer, matrices = map(POINTER, (StepArguments, LayerArguments, Matrices))
@@ -147,13 +147,13 @@ def _compiled(compiler: str, head_dim: int) -> Path:
 
 
 def _threads_of_torch() -> list[str]:
-    """What the library takes its threads from: PyTorch's own, for two sets would be in each
+    """The thread pool of the library: PyTorch's own, for two sets would be in each
     other's way."""
     shipped = sorted(Path(torch.__file__).parent.glob("lib/libgomp*"))
     return ["-Wl,--no-as-needed", str(shipped[0])] if shipped else ["-fopenmp"]
 
 
 def _processor() -> str:
-    """What the code is for: a home may be shared by machines that differ."""
+    """The machine of the code: a home may be shared by machines that differ."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -14,20 +14,17 @@ from torch import Tensor, nn
 
 from caldera.models.attention import AttentionContext
 from caldera.models.forward import base_module, language_head
+from caldera.rollout.native.backbone import copied_structure, plain_backbone
 from caldera.rollout.native.cache import CacheShape, KVCache
 from caldera.rollout.native.cpu.attention import CompiledAttention
+from caldera.rollout.native.cpu.fused_forward import FusedBackbone, can_fuse
 from caldera.rollout.native.cpu.kernels import cpu_kernels, why_not
-from caldera.rollout.native.cpu.lean import LeanTrunk, is_lean
 from caldera.rollout.native.cpu.weights import SMALLEST_PACKED, HeldWeight, PackedWeight
 from caldera.rollout.native.layers import STACKS, put_joint, stackable
 from caldera.rollout.native.runner import Runner
 from caldera.rollout.native.steps import Step
-from caldera.rollout.native.trunk import copied_structure, plain_trunk
 
 logger = logging.getLogger(__name__)
-
-
-# ---- Matrices as the sampler multiplies by them on a CPU
 
 
 class PackedRunner(Runner):
@@ -50,11 +47,11 @@ class PackedRunner(Runner):
         self._module = copied_structure(module, {id(each): each for each in own})
         self._head = PackedWeight([language_head(self._module)], [])
         packs: Sequence[HeldWeight]
-        if self._kernels is not None and is_lean(self._module):
-            self._trunk = lean = LeanTrunk(self._module, self._kernels)
-            packs = lean.packs
+        if self._kernels is not None and can_fuse(self._module):
+            self._backbone = fused = FusedBackbone(self._module, self._kernels)
+            packs = fused.packs
         else:
-            self._trunk = plain_trunk(self._module)
+            self._backbone = plain_backbone(self._module)
             packs = [*_stack_all(self._module), *_replace_all(self._module)]
         self._packs = [self._head, *packs]
         self._is_packed = False

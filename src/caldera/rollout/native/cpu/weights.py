@@ -28,7 +28,7 @@ def can_pack(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 class HeldWeight:
-    """One or more matrices of the same width, laid behind each other in a layout of its own."""
+    """One or more matrices of the same width, laid behind each other in a custom layout."""
 
     def __init__(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor], scale: Tensor | None = None

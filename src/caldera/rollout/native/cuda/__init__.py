@@ -1,1 +1,1 @@
-"""Decode steps on CUDA: recorded, chained, and sampled on the device."""
+"""Decode steps on CUDA: graphs, programmatic dependent launch, sampling on the device."""

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from caldera.models.triton_attention import fold_block
 from caldera.rollout.native.blocks import PAGE_SIZE
-from caldera.rollout.native.cuda.launch import UNCHAINED
+from caldera.rollout.native.cuda.launch import NO_PDL
 
 SMALLEST_PRODUCT = 16
 """Rows that a matrix product has at least: query heads of one key head are padded to them."""
@@ -54,7 +54,7 @@ def plan(size: int, key_heads: int, width: int) -> Plan:
 
 
 class Turn(NamedTuple):
-    """What is done to queries and keys before they meet: perhaps norms, and a rotation."""
+    """The transform of queries and keys before attention: perhaps norms, and a rotation."""
 
     cosine: Tensor  # (positions, D)
     sine: Tensor
@@ -80,12 +80,12 @@ def attend_pages(
     window: int | None = None,
     turn: Turn | None = None,
     preload: bool = False,
-    chain: Mapping[str, int] = UNCHAINED,
+    launch: Mapping[str, int] = NO_PDL,
 ) -> Tensor:
     """Keep the new keys and values in the cache, and attend to all of each sequence, (B, Hq, D).
 
     query (B, Hq, D), key and value (B, Hkv, D): of one new token a place. `preload`: read the first
-    keys before the query is there. `chain`: how the kernels are launched.
+    keys before the query is there. `launch`: how the kernels are launched.
     """
     size, heads, width = query.shape
     key_heads = key.shape[1]
@@ -132,7 +132,7 @@ def attend_pages(
         PRELOADED=preload,
         num_warps=how.warps,
         num_stages=how.stages,
-        **chain,
+        **launch,
     )
     if how.splits > 1:
         _combine_kernel[(size * heads,)](
@@ -143,7 +143,7 @@ def attend_pages(
             WIDTH_PADDED=padded,
             SPLITS=how.splits,
             num_warps=1,
-            **chain,
+            **launch,
         )
     return out
 
@@ -306,10 +306,10 @@ def attention_kernel(
     ROTATED: tl.constexpr,
     NORMED: tl.constexpr,
     PRELOADED: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """The keys in the cache are divided among the splits; the first also has the new key."""
-    if CHAINED:
+    if PDL:
         gdc_launch_dependents()
     # Heads whose keys lie beside each other are read at the same time.
     head, place, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -325,7 +325,7 @@ def attention_kernel(
         )
     slot = _slots(table, tl.maximum(position, 0), position >= 0, head, PAGE, HEADS, WIDTH)
     cos, sin = _angle(cosine, position, WIDTH, ROTATED), _angle(sine, position, WIDTH, ROTATED)
-    if CHAINED:
+    if PDL:
         gdc_wait()
     member, only = tl.arange(0, GROUP_PADDED), tl.arange(0, 1)
     own = query + place * query_stride + (head * GROUP + member) * query_head
@@ -381,7 +381,7 @@ def _store_found(
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    """The whole answer of one split, or a part of it with its weight, which is a logarithm."""
+    """The whole reply of one split, or a part of it with its weight, which is a logarithm."""
     member, cell = tl.arange(0, gathered.shape[0]), tl.arange(0, gathered.shape[1])
     known = (member < GROUP)[:, None] & (cell < WIDTH)[None, :]
     is_empty = total == 0  # as that of a split without keys
@@ -405,13 +405,13 @@ def _combine_kernel(
     WIDTH: tl.constexpr,
     WIDTH_PADDED: tl.constexpr,
     SPLITS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """What the splits of one query head found, each by its weight, which is a logarithm.
+    """Combines the splits of one query head, each by its weight, which is a logarithm.
 
-    CHAINED: the kernel is begun before the one that found it has ended.
+    PDL: the kernel is begun before the one that found it has ended.
     """
-    if CHAINED:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     target = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,5 @@
-"""Running steps on CUDA without waiting for them: compiled, recorded, sampled on the device."""
+"""Running steps on CUDA without waiting for them: compiled, captured in CUDA graphs, sampled on the
+device."""
 
 from __future__ import annotations
 
@@ -11,46 +12,46 @@ from torch import Tensor, nn
 from caldera.config import RolloutConfig
 from caldera.models.forward import language_head
 from caldera.rollout.native.attention import to_device
+from caldera.rollout.native.backbone import compiled_backbone, copied_structure, plain_backbone
 from caldera.rollout.native.blocks import IntArray
 from caldera.rollout.native.cache import CacheShape, KVCache
 from caldera.rollout.native.cuda.graphs import (
+    CapturedDecode,
     DecodeGraphs,
     DeviceState,
-    RecordedDecode,
-    ladder,
+    capture_sizes,
     step_inputs,
 )
-from caldera.rollout.native.cuda.launch import CHAINED, UNCHAINED
+from caldera.rollout.native.cuda.launch import NO_PDL, PDL
 from caldera.rollout.native.layers import STACKS, Product, put_joint, stackable
 from caldera.rollout.native.runner import Output, Runner
 from caldera.rollout.native.sampler import SamplingRows
 from caldera.rollout.native.steps import Decode, Prefill
-from caldera.rollout.native.trunk import compiled_trunk, copied_structure, plain_trunk
 
 if TYPE_CHECKING:
-    from caldera.rollout.native.cuda.chained import ChainedSteps
+    from caldera.rollout.native.cuda.pdl_steps import PdlSteps
 
 
 # ---- The module as the sampler runs it on CUDA: the same weights, in fewer and larger matrices
 
 
-class Twin:
-    """A copy of the module's structure that has its weights, not copies of them.
+class FusedModule:
+    """Shares the module's weights, with fused QKV and gate/up matrices.
 
     Where layers multiply the same input, their weights come to lie behind each other in memory, so
-    that the twin multiplies by all of them at once, while the module keeps a parameter for each. An
-    optimiser that changes these in place changes the twin.
+    that one product takes all of them, while the module keeps a parameter for each. An optimiser
+    that changes these in place changes the fused module.
 
-    In another precision than the module's, the twin's weights are its own, and `refresh` brings
-    them up to date.
+    In another precision than the module's, the weights are copies, and `refresh` brings them up to
+    date.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """`dtype`: what the twin computes in."""
-        self._casts: list[tuple[Tensor, Tensor]] = []  # from the module, to the twin
+        """`dtype`: of the computation."""
+        self._casts: list[tuple[Tensor, Tensor]] = []  # from the module, to the copy
         memo: dict[int, object] = {id(each): each for each in module.buffers()}
         for parameter in module.parameters():
-            memo[id(parameter)] = self._counterpart(parameter, dtype)
+            memo[id(parameter)] = self._shared_parameter(parameter, dtype)
         self.module = copied_structure(module, memo)
         self._held: list[Tensor] = [
             parameter
@@ -62,7 +63,7 @@ class Twin:
         self._addresses = self._find_addresses()
         self.refresh()
 
-    def _counterpart(self, parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    def _shared_parameter(self, parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
         if parameter.dtype == dtype:
             return parameter
         own = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False)
@@ -70,14 +71,14 @@ class Twin:
         return own
 
     def refresh(self) -> None:
-        """Take over the module's weights, where they are not the twin's as well."""
+        """Copy the module's weights where they are not shared."""
         with torch.no_grad():
             for source, target in self._casts:
                 target.copy_(source)
 
     @property
     def has_moved(self) -> bool:
-        """Whether weights are elsewhere than when the twin was made."""
+        """Whether weights have other addresses than when the fused module was made."""
         return self._addresses != self._find_addresses()
 
     def _find_addresses(self) -> list[int]:
@@ -107,12 +108,12 @@ def _joined(parameters: list[nn.Parameter]) -> Tensor:
 
 
 class CudaRunner(Runner):
-    """The module's twin, compiled; decode steps are replayed from recordings.
+    """The fused module, compiled; decode steps are CUDA graphs that are replayed.
 
     In exact mode nothing is compiled, for fused operations round differently.
     """
 
-    steps_ahead = 1
+    max_steps_in_flight = 1
     has_own_precision = True
 
     def __init__(
@@ -124,44 +125,44 @@ class CudaRunner(Runner):
         longest = config.longest_sequence
         self._state = DeviceState(config.max_num_seqs, longest, shape.layers, device)
         self.newest = self._state.newest
-        sizes = config.cudagraph_capture_sizes or ladder(config.max_num_seqs)
+        sizes = config.cudagraph_capture_sizes or capture_sizes(config.max_num_seqs)
         self._sizes = sorted({*sizes, config.max_num_seqs})
         self._is_exact = config.native.exact
-        self._twin: Twin | None = None
+        self._fused: FusedModule | None = None
         self._graphs: DecodeGraphs | None = None
-        self._chained: ChainedSteps | None = None
+        self._pdl_steps: PdlSteps | None = None
         self._weights_move = False  # as they do when the trainer offloads them
 
     def rest(self) -> None:
-        if self._weights_move:  # the twin would hold the old ones, and its steps are of no use
+        if self._weights_move:  # the fused module would hold the old ones
             self._release()
 
     def _release(self) -> None:
-        self._twin = self._graphs = self._chained = None
-        self._module, self._trunk = self._source, plain_trunk(self._source)
+        self._fused = self._graphs = self._pdl_steps = None
+        self._module, self._backbone = self._source, plain_backbone(self._source)
 
     def prepare(self, weights_changed: bool) -> bool:
-        if self._twin is not None and self._twin.has_moved:
+        if self._fused is not None and self._fused.has_moved:
             self._weights_move = True
             self._release()  # before the next one needs the memory
-        if self._twin is None:
-            self._twin = Twin(self._source, self._dtype)
-            self._module = self._twin.module
-            self._chained = self._chained_steps()  # which knows layers that are not compiled yet
-            make_trunk = plain_trunk if self._is_exact else compiled_trunk
-            self._trunk = make_trunk(self._module)
+        if self._fused is None:
+            self._fused = FusedModule(self._source, self._dtype)
+            self._module = self._fused.module
+            self._pdl_steps = self._pdl_decode()  # which knows layers that are not compiled yet
+            make_backbone = plain_backbone if self._is_exact else compiled_backbone
+            self._backbone = make_backbone(self._module)
             self._graphs = DecodeGraphs(self._run_decode, self._sizes, self._state)
         else:
-            self._twin.refresh()
-        self._state.mail.align()  # an error may have kept a step from reading its letter
+            self._fused.refresh()
+        self._state.mailbox.align()  # an error may have kept a step from reading its message
         return weights_changed
 
-    def _chained_steps(self) -> ChainedSteps | None:
-        from caldera.rollout.native.cuda.chained import can_chain, chained_steps
+    def _pdl_decode(self) -> PdlSteps | None:
+        from caldera.rollout.native.cuda.pdl_steps import make_pdl_steps, supports_pdl
 
-        if self._is_exact or not can_chain(self._device, self._dtype):
+        if self._is_exact or not supports_pdl(self._device, self._dtype):
             return None
-        return chained_steps(self._module, self._state)
+        return make_pdl_steps(self._module, self._state)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = language_head(self._module)
@@ -170,14 +171,14 @@ class CudaRunner(Runner):
         return torch.mm(hidden, head.t(), out=logits)
 
     def with_trainer_log_probs(
-        self, logits: Tensor, told: Tensor, sampling: SamplingRows
+        self, logits: Tensor, token_log_probs: Tensor, sampling: SamplingRows
     ) -> Tensor:
         if not self._is_exact:
-            return told
+            return token_log_probs
         from caldera.models.triton_head import rows_forward
 
-        tokens, exact = told[0].long(), torch.empty_like(told)
-        exact[0] = told[0]
+        tokens, exact = token_log_probs[0].long(), torch.empty_like(token_log_probs)
+        exact[0] = token_log_probs[0]
         for temperature in np.unique(sampling.temperature).tolist():
             places = np.flatnonzero(sampling.temperature == temperature)
             chosen = slice(None) if len(places) == len(tokens) else to_device(places, self._device)
@@ -197,8 +198,10 @@ class CudaRunner(Runner):
             return output
         places = np.zeros_like(step.rows)  # any but -1: they are no gaps
         inputs = step_inputs(step.rows, places, places, sampling)
-        told = to_device(inputs, self._device)
-        return output._replace(told=choose(output.logits, told, self.newest, self._raw))
+        on_device = to_device(inputs, self._device)
+        return output._replace(
+            token_log_probs=choose(output.logits, on_device, self.newest, self._raw)
+        )
 
     def _enter_tables(self, step: Prefill) -> None:
         """Let the steps that follow find the pages of the rows that are sampled for."""
@@ -213,8 +216,8 @@ class CudaRunner(Runner):
         inputs = step_inputs(step.rows, step.positions, step.slots, sampling)
         assert self._graphs is not None, "steps are prepared for"
         chosen = self._graphs.run(inputs)
-        told = chosen.told if self._is_exact else chosen.answer
-        return Output(chosen.logits, None, told if sampling is not None else None)
+        token_log_probs = chosen.token_log_probs if self._is_exact else chosen.reply
+        return Output(chosen.logits, None, token_log_probs if sampling is not None else None)
 
     def _enter_known(self, rows: IntArray, tokens: IntArray) -> None:
         """Tokens that nothing was sampled on the device for, as at the end of a prompt."""
@@ -227,11 +230,11 @@ class CudaRunner(Runner):
         from caldera.rollout.native.cuda.step_kernels import begin_step, choose
 
         state = self._state
-        if self._chained is not None:
-            hidden = self._chained(inputs)
+        if self._pdl_steps is not None:
+            hidden = self._pdl_steps(inputs)
         else:
-            tokens, positions = begin_step(state.mail, inputs, state.newest, state.tables)
-            hidden = self._trunk(tokens, positions, RecordedDecode(state, inputs))
+            tokens, positions = begin_step(state.mailbox, inputs, state.newest, state.tables)
+            hidden = self._backbone(tokens, positions, CapturedDecode(state, inputs))
         logits = self._logits(hidden)
-        chain = UNCHAINED if self._chained is None else CHAINED
-        return logits, choose(logits, inputs, state.newest, self._raw, chain, state.mail)
+        launch = NO_PDL if self._pdl_steps is None else PDL
+        return logits, choose(logits, inputs, state.newest, self._raw, launch, state.mailbox)

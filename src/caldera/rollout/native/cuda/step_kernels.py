@@ -1,8 +1,8 @@
 """Triton kernels that begin and end a step of decoding: which tokens, and what follows them.
 
-A step is recorded once for each size and replayed, so whatever changes from step to step is read
-from memory: which rows of the tables are decoded, at which positions, and even where the cache is.
-A place of a recorded step that no sequence needs has position -1 and changes nothing.
+A step is captured in a CUDA graph for each size and replayed, so whatever changes from step to
+step is read from memory: which rows of the tables are decoded, at which positions, and even where
+the cache is. A place of a captured step that no sequence needs has position -1 and changes nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from caldera.rollout.native.blocks import PAGE_SIZE
-from caldera.rollout.native.cuda.graphs import FIELDS, INPUTS, LETTERS, Mail
-from caldera.rollout.native.cuda.launch import UNCHAINED
+from caldera.rollout.native.cuda.graphs import FIELDS, INPUTS, MESSAGES, HostMailbox
+from caldera.rollout.native.cuda.launch import NO_PDL
 from caldera.rollout.native.sampler import GROUP, TILE
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -27,25 +27,27 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # ---- the beginning of a step
 
 
-def begin_step(mail: Mail, inputs: Tensor, newest: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+def begin_step(
+    mailbox: HostMailbox, inputs: Tensor, newest: Tensor, tables: Tensor
+) -> tuple[Tensor, Tensor]:
     """Enter the pages of the new tokens into the tables; returns tokens and positions, (1, B).
 
-    inputs (5, B), int32: where the letter's are laid. newest (R,): each row's newest token. tables
+    inputs (5, B), int32: filled with the message's. newest (R,): each row's newest token. tables
     (R, pages).
     """
     size = inputs.shape[1]
     tokens = newest.new_empty(1, size)
     places = torch.empty_like(tokens)
     _begin_kernel[(triton.cdiv(size, 128),)](
-        mail.letters,
-        mail.next_letter,
+        mailbox.messages,
+        mailbox.next_message,
         inputs,
         newest,
         tables,
         tokens,
         places,
         size,
-        mail.letters.stride(0),
+        mailbox.messages.stride(0),
         tables.stride(0),
         PAGE=PAGE_SIZE,
         BLOCK=128,
@@ -57,15 +59,15 @@ def begin_step(mail: Mail, inputs: Tensor, newest: Tensor, tables: Tensor) -> tu
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _field(told: tl.tensor, field: tl.constexpr) -> tl.tensor:
-    which = tl.arange(0, told.shape[1])
-    return tl.sum(tl.where((which == field)[None, :], told, 0), 1)
+def _field(fields: tl.tensor, field: tl.constexpr) -> tl.tensor:
+    which = tl.arange(0, fields.shape[1])
+    return tl.sum(tl.where((which == field)[None, :], fields, 0), 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def open_letter(
-    letters: tl.tensor,
-    next_letter: tl.tensor,
+def read_message(
+    messages: tl.tensor,
+    next_message: tl.tensor,
     inputs: tl.tensor,
     place: tl.tensor,
     size: tl.tensor,
@@ -73,28 +75,28 @@ def open_letter(
     FIELDS: tl.constexpr,
     INPUTS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Lay what some places (n,) are told beside the other inputs; returns rows, positions and
-    pages, (n,) each."""
+    """Copy the message of some places (n,) to the inputs; returns rows, positions and pages, (n,)
+    each."""
     field = tl.arange(0, FIELDS)
     inside = (place < size)[:, None]
-    letter = letters + tl.load(next_letter) * stride
-    told = tl.load(letter + place[:, None] * FIELDS + field[None, :], mask=inside, other=0)
+    message = messages + tl.load(next_message) * stride
+    fields = tl.load(message + place[:, None] * FIELDS + field[None, :], mask=inside, other=0)
     target = inputs + field[None, :] * size + place[:, None]
-    tl.store(target, told, mask=inside & (field < INPUTS)[None, :])
-    return _field(told, 0), _field(told, 1), _field(told, 2)
+    tl.store(target, fields, mask=inside & (field < INPUTS)[None, :])
+    return _field(fields, 0), _field(fields, 1), _field(fields, 2)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _begin_kernel(
-    letters: tl.tensor,
-    next_letter: tl.tensor,
+    messages: tl.tensor,
+    next_message: tl.tensor,
     inputs: tl.tensor,
     newest: tl.tensor,
     tables: tl.tensor,
     tokens: tl.tensor,
     places: tl.tensor,
     size: tl.tensor,
-    letter_stride: tl.tensor,
+    message_stride: tl.tensor,
     table_stride: tl.tensor,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -103,8 +105,8 @@ def _begin_kernel(
 ) -> None:
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
-    row, position, page = open_letter(
-        letters, next_letter, inputs, place, size, letter_stride, FIELDS, INPUTS
+    row, position, page = read_message(
+        messages, next_message, inputs, place, size, message_stride, FIELDS, INPUTS
     )
     taken = inside & (position >= 0)
     position = tl.maximum(position, 0)
@@ -122,37 +124,41 @@ def choose(
     inputs: Tensor,
     newest: Tensor,
     raw: bool,
-    chain: Mapping[str, int] = UNCHAINED,
-    mail: Mail | None = None,
+    launch: Mapping[str, int] = NO_PDL,
+    mailbox: HostMailbox | None = None,
 ) -> Tensor:
     """A token and its log-prob for each place, (2, B): int32, and float32 in the same bits.
 
     logits (B, V). The fourth row of `inputs` has random words and the fifth one over the
     temperature, as the bits of float32; 0 for the likeliest token, of temperature 1. The token is
     that which `sample` finds, but for rounding. `raw`: the log-prob is that of
-    temperature 1. Each row's newest token is set. `mail`: of a step that had a letter, which is
-    answered, too; the next step reads the next letter.
+    temperature 1. Each row's newest token is set. `mailbox`: of a step that read a message:
+    the reply is written to it, too, and the next step reads the next message.
     """
     size, vocabulary = logits.shape
     tiles = triton.cdiv(vocabulary, TILE)
     found = torch.empty(3, size, tiles, dtype=torch.float32, device=logits.device)
     out = torch.empty(2, size, dtype=torch.int32, device=logits.device)
-    next_letter, answers, stride = None, None, 0
-    if mail is not None:
-        next_letter, answers, stride = mail.next_letter, mail.answers, mail.answers.stride(0)
+    next_message, replies, stride = None, None, 0
+    if mailbox is not None:
+        next_message, replies, stride = (
+            mailbox.next_message,
+            mailbox.replies,
+            mailbox.replies.stride(0),
+        )
     _tile_kernel[(size, tiles)](
         logits,
         inputs,
         found,
-        next_letter,
+        next_message,
         size,
         vocabulary,
         logits.stride(0),
         TILE=TILE,
         RAW=raw,
-        LETTERS=LETTERS,
+        MESSAGES=MESSAGES,
         num_warps=8,
-        **chain,
+        **launch,
     )
     _choose_kernel[(size,)](
         logits,
@@ -160,8 +166,8 @@ def choose(
         found,
         newest,
         out,
-        next_letter,
-        answers,
+        next_message,
+        replies,
         size,
         vocabulary,
         logits.stride(0),
@@ -170,9 +176,9 @@ def choose(
         GROUP=GROUP,
         TILES=triton.next_power_of_2(tiles),
         RAW=raw,
-        LETTERS=LETTERS,
+        MESSAGES=MESSAGES,
         num_warps=8,
-        **chain,
+        **launch,
     )
     return out
 
@@ -182,23 +188,25 @@ def _tile_kernel(
     logits: tl.tensor,
     inputs: tl.tensor,
     found: tl.tensor,
-    next_letter: tl.tensor,
+    next_message: tl.tensor,
     size: tl.tensor,
     vocabulary: tl.tensor,
     stride: tl.tensor,
     TILE: tl.constexpr,
     RAW: tl.constexpr,
-    LETTERS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    MESSAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Of each tile: the largest logit, and the sum of exponentials beside it."""
-    if CHAINED:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     place, tile = tl.program_id(0), tl.program_id(1)
     tiles = tl.num_programs(1)
-    if next_letter is not None:  # the letter was opened by a kernel that has ended
-        tl.store(next_letter, (tl.load(next_letter) + 1) % LETTERS, mask=(place == 0) & (tile == 0))
+    if next_message is not None:  # the message was read by a kernel that has ended
+        tl.store(
+            next_message, (tl.load(next_message) + 1) % MESSAGES, mask=(place == 0) & (tile == 0)
+        )
     inverse = tl.load(inputs + 4 * size + place).to(tl.float32, bitcast=True)
     inverse = tl.where(inverse == 0, 1.0, inverse)
     token = tile * TILE + tl.arange(0, TILE)
@@ -227,8 +235,8 @@ def _exponential(word: tl.tensor, race: tl.constexpr, place: tl.tensor) -> tl.te
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _winner(weights: tl.tensor, word: tl.tensor, race: tl.constexpr, place: tl.tensor) -> tl.tensor:
-    pace = weights / _exponential(word, race, place)
-    return tl.argmax(tl.where(pace > 0, pace, 0.0), 0)  # not NaN, which has no order
+    score = weights / _exponential(word, race, place)
+    return tl.argmax(tl.where(score > 0, score, 0.0), 0)  # not NaN, which has no order
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -238,21 +246,21 @@ def _choose_kernel(
     found: tl.tensor,
     newest: tl.tensor,
     out: tl.tensor,
-    next_letter: tl.tensor,
-    answers: tl.tensor,
+    next_message: tl.tensor,
+    replies: tl.tensor,
     size: tl.tensor,
     vocabulary: tl.tensor,
     stride: tl.tensor,
     tiles: tl.tensor,
-    answer_stride: tl.tensor,
+    reply_stride: tl.tensor,
     GROUP: tl.constexpr,
     TILES: tl.constexpr,
     RAW: tl.constexpr,
-    LETTERS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    MESSAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """First the tile, by the sums of all, then the group of its tokens, then the token."""
-    if CHAINED:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     place = tl.program_id(0)
@@ -294,8 +302,8 @@ def _choose_kernel(
     bits = log_prob.to(tl.int32, bitcast=True)
     tl.store(out + place, drawn)
     tl.store(out + size + place, bits)
-    if next_letter is not None:
-        answer = answers + (tl.load(next_letter) + LETTERS - 1) % LETTERS * answer_stride + place
-        tl.store(answer, drawn)
-        tl.store(answer + size, bits)
+    if next_message is not None:
+        reply = replies + (tl.load(next_message) + MESSAGES - 1) % MESSAGES * reply_stride + place
+        tl.store(reply, drawn)
+        tl.store(reply + size, bits)
     tl.store(newest + row, drawn.to(tl.int64), mask=position >= 0)

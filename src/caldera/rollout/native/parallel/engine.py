@@ -16,14 +16,14 @@ from caldera.rollout.native.cache import KVCache
 from caldera.rollout.native.engine import NativeRollout
 from caldera.rollout.native.parallel.sharding import KEY, shard_module
 from caldera.rollout.native.parallel.team import Message, Order, Team, packed, unpacked
-from caldera.rollout.native.steps import Flight, Step
+from caldera.rollout.native.steps import InFlightStep, Step
 
 
 class TensorParallelRollout(NativeRollout):
     """One of the ranks that sample together.
 
-    The first is asked for samples, and does all but the forward passes alone: it tells the others
-    which to run. They `follow` until it has left `leading`. All of them sleep, wake up and load
+    The first is asked for samples, and does all but the forward passes alone: it orders the others
+    to run them. They `follow` until it has left `leading`. All of them sleep, wake up and load
     weights, which each takes its part of as whole ones pass by.
     """
 
@@ -32,7 +32,7 @@ class TensorParallelRollout(NativeRollout):
     ) -> None:
         """`module` is on the meta device, and becomes this rank's part; `load_weights` fills it."""
         self._team = team
-        self._check_recording(config, device)
+        self._check_capture(config, device)
         self._shard = shard_module(module, team.group, device)
         super().__init__(config, module, device)
         self.leads = team.leads
@@ -49,11 +49,11 @@ class TensorParallelRollout(NativeRollout):
         return self._team.leading()
 
     def follow(self) -> None:
-        """Do what the first rank tells, until it is done."""
+        """Do what the first rank orders, until it is done."""
         try:
             with self.stepping():
                 self._scheduler.version, self._stale = self.version, False
-                while self._obey(*self._team.hear()):
+                while self._obey(*self._team.receive()):
                     pass
         except BaseException as error:
             self._team.report(error)
@@ -62,10 +62,10 @@ class TensorParallelRollout(NativeRollout):
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         super().load_weights(self._shard.parts(stream), version)
 
-    # ---- what the first tells, and the others do
+    # ---- what the first orders, and the others do
 
-    def _launch(self, step: Step, cache: KVCache) -> Flight:
-        self._team.tell(Order.STEP, packed(step))
+    def _launch(self, step: Step, cache: KVCache) -> InFlightStep:
+        self._team.send(Order.STEP, packed(step))
         try:
             self._share_newest(step)
             return super()._launch(step, cache)
@@ -76,7 +76,7 @@ class TensorParallelRollout(NativeRollout):
     def _most_pages(self) -> int:
         if self.config.kv_cache_blocks is not None:
             return self.config.kv_cache_blocks
-        self._team.tell(Order.MEASURE, np.array([self.cache_bytes > 0], dtype=np.int32))
+        self._team.send(Order.MEASURE, np.array([self.cache_bytes > 0], dtype=np.int32))
         return self._measured()
 
     def _measured(self) -> int:
@@ -91,22 +91,22 @@ class TensorParallelRollout(NativeRollout):
     def _enlarge_cache(self, useful: int) -> KVCache:
         cache = super()._enlarge_cache(useful)
         is_new = cache is not self._cache
-        self._team.tell(Order.ALLOCATE, np.array([cache.pages, is_new], dtype=np.int32))
+        self._team.send(Order.ALLOCATE, np.array([cache.pages, is_new], dtype=np.int32))
         return cache
 
-    def _obey(self, order: Order, told: Message) -> bool:
+    def _obey(self, order: Order, payload: Message) -> bool:
         """Whether there is more to come."""
         if order is Order.STEP:
-            assert self._cache is not None, "it is told before"
-            step = unpacked(told)
+            assert self._cache is not None, "it is allocated before"
+            step = unpacked(payload)
             self._share_newest(step)
             self._runner.run(step, self._cache, None)
         elif order is Order.MEASURE:
-            if not told[0]:
+            if not payload[0]:
                 self._cache = None
             self._measured()
         elif order is Order.ALLOCATE:
-            self._allocate(int(told[0]), bool(told[1]))
+            self._allocate(int(payload[0]), bool(payload[1]))
         elif order is Order.FAIL:
             self._reset()
         return order not in (Order.END, Order.FAIL)
@@ -124,10 +124,10 @@ class TensorParallelRollout(NativeRollout):
         if (step.token_ids < 0).any():
             self._team.take_over(self._runner.newest)
 
-    def _check_recording(self, config: RolloutConfig, device: torch.device) -> None:
+    def _check_capture(self, config: RolloutConfig, device: torch.device) -> None:
         backends = dist.get_backend_config(self._team.group)
         if device.type == "cuda" and not config.enforce_eager and "cuda:nccl" not in backends:
             raise UnsupportedError(
-                f"{KEY}={self._team.size} on CUDA over {backends}: steps are recorded, which takes "
+                f"{KEY}={self._team.size} on CUDA over {backends}: CUDA graphs take "
                 "cuda:nccl; set actor_rollout_ref.rollout.enforce_eager=True"
             )

@@ -1,6 +1,6 @@
 """A rank's part of a model that several ranks run together: some rows or columns of its matrices.
 
-Which, the model's own config says (`base_model_tp_plan`): a matrix whose output is cut, such as
+The model's own config names them (`base_model_tp_plan`): a matrix whose output is cut, such as
 those of queries, is followed by one whose input is cut, after which the ranks add up. Embedding,
 norms and head are whole on every rank.
 """
@@ -33,7 +33,7 @@ _groups: dict[str, dist.ProcessGroup] = {}
 
 @torch.library.custom_op("caldera::add_up", mutates_args=())
 def _add_up(values: Tensor, group: str) -> Tensor:
-    """The sum over the ranks of a group. Opaque to the compiler; NCCL's can be recorded."""
+    """The sum over the ranks of a group. Opaque to the compiler; NCCL's can be captured."""
     total = values.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=_groups[group])
     return total
@@ -105,9 +105,9 @@ def planned_layers(module: nn.Module, ranks: int) -> dict[str, str]:
     model = base_module(module)
     check_sizes(model, ranks)
     plan: dict[str, str] = dict(getattr(model.config, "base_model_tp_plan", None) or {})
-    trunk = model.base_model
-    prefix = f"{model.base_model_prefix}." if trunk is not model else ""
-    parts = dict(trunk.named_modules()) | dict(trunk.named_parameters())
+    backbone = model.base_model
+    prefix = f"{model.base_model_prefix}." if backbone is not model else ""
+    parts = dict(backbone.named_modules()) | dict(backbone.named_parameters())
     found = {}
     for name, part in parts.items():
         style = plan.get(re.sub(r"\.\d+\.", ".*.", name), WHOLE)

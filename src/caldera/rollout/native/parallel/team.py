@@ -1,4 +1,4 @@
-"""The ranks that sample together, and how the first of them tells the others what to do."""
+"""The ranks that sample together, and the orders of the first of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Order(IntEnum):
 class Team:
     """Consecutive ranks of the run. The first leads; the others do what it orders.
 
-    What a follower raises it tells the leader, who raises it as well when it gives the next order,
+    An error of a follower is reported to the leader, which raises it when it gives the next order,
     or when the sum that it waits for fails.
     """
 
@@ -86,23 +86,23 @@ class Team:
 
     # ---- the leader
 
-    def tell(self, order: Order, told: Message = NOTHING) -> None:
-        """Let the followers do something; returns before they have heard of it, but not before
-        they have heard the last order."""
-        self._finish_telling()
+    def send(self, order: Order, payload: Message = NOTHING) -> None:
+        """Send the followers an order; returns before they have received it, but not before they
+        have received the last one."""
+        self._finish_sending()
         first = np.zeros(FIRST_PART, dtype=np.int32)
-        first[:2] = order, len(told)
-        begun = min(len(told), FIRST_PART - 2)
-        first[2 : 2 + begun] = told[:begun]
-        parts = [torch.from_numpy(part) for part in (first, told[begun:]) if len(part)]
+        first[:2] = order, len(payload)
+        begun = min(len(payload), FIRST_PART - 2)
+        first[2 : 2 + begun] = payload[:begun]
+        parts = [torch.from_numpy(part) for part in (first, payload[begun:]) if len(part)]
         self._sent = [
             (dist.isend(part, rank, self._control, ORDERS), part)
             for part in parts
             for rank in self._followers
         ]
 
-    def _finish_telling(self) -> None:
-        """Return once the followers have heard the last order."""
+    def _finish_sending(self) -> None:
+        """Return once the followers have received the last order."""
         self.raise_notes()
         for work, _ in self._sent:
             if work is not None:
@@ -124,22 +124,22 @@ class Team:
         except BaseException:
             self._let_go()
             raise
-        self.tell(Order.END)
-        self._finish_telling()
+        self.send(Order.END)
+        self._finish_sending()
 
     def _let_go(self) -> None:
-        """Tell those who can still hear it that it has failed, whoever has."""
+        """Order the followers that still receive to fail."""
         for rank in self._followers:
-            told = torch.zeros(FIRST_PART, dtype=torch.int32)
-            told[0] = Order.FAIL
+            payload = torch.zeros(FIRST_PART, dtype=torch.int32)
+            payload[0] = Order.FAIL
             with suppress(RuntimeError):  # it may be gone
-                work = dist.isend(told, rank, self._control, ORDERS)
+                work = dist.isend(payload, rank, self._control, ORDERS)
                 if work is not None:
                     work.wait(TO_REPORT)
 
     # ---- a follower
 
-    def hear(self) -> tuple[Order, Message]:
+    def receive(self) -> tuple[Order, Message]:
         """The next order."""
         first = torch.empty(FIRST_PART, dtype=torch.int32)
         dist.recv(first, self._leader, self._control, ORDERS)
@@ -151,10 +151,10 @@ class Team:
         return Order(order), torch.cat([first[2:], rest]).numpy()
 
     def report(self, error: BaseException) -> None:
-        """Tell the leader of an error; it expects none, and reads it when it next looks."""
+        """Report an error to the leader, which reads it when it next looks."""
         text = f"{type(error).__name__}: {error}".encode()[: NOTE_BYTES - 1]
-        told = bytearray(text.ljust(NOTE_BYTES - 1, b"\0") + b"\1")
-        note = torch.frombuffer(told, dtype=torch.uint8)
+        payload = bytearray(text.ljust(NOTE_BYTES - 1, b"\0") + b"\1")
+        note = torch.frombuffer(payload, dtype=torch.uint8)
         with suppress(RuntimeError):  # it may be gone
             work = dist.isend(note, self._leader, self._control, NOTES)
             if work is not None:

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: takes orders from a socket, and tells what it samples.
+"""An engine in a subprocess: takes orders from a socket, and sends sampled tokens.
 
 Usage: python -m caldera_engine SOCKET vllm|sglang, where SOCKET is the number of a file descriptor
 whose first message are the engine's arguments.
@@ -59,7 +59,7 @@ class Host:
             self._closed = what == "close"
             try:
                 answer = getattr(self._engine, what)(**arguments)
-            except Exception as error:  # noqa: BLE001 -- whoever asked is to hear of it
+            except Exception as error:  # noqa: BLE001 -- the other side raises it
                 self._frames.send({"failed": f"{type(error).__name__}: {error}"})
             else:
                 self._frames.send({"answer": answer})
@@ -90,7 +90,7 @@ def main() -> None:
     frames.send({"answer": str(torch.__version__)})
     try:
         Host(engine, frames).serve()
-    except ConnectionError:  # whoever started this is gone
+    except ConnectionError:  # the parent process is gone
         engine.close()
 
 

@@ -1,4 +1,4 @@
-"""What every engine can do here."""
+"""The interface of every engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .buckets import Adapter, Bucket
 
 @dataclass
 class Event:
-    """What an engine has sampled for a request since it last told of it."""
+    """The tokens that an engine has sampled for a request since the last event."""
 
     number: int
     token_ids: list[int]
@@ -28,7 +28,7 @@ class Event:
 
 
 class SteppedEngine(Protocol):
-    """One engine, here or elsewhere.
+    """One engine, in-process, in a subprocess or remote.
 
     Requests go by numbers; parameters are those of Caldera's SamplingParams.
     """
@@ -37,10 +37,10 @@ class SteppedEngine(Protocol):
         """Take in a request. Raises ValueError for one that the engine refuses."""
 
     def abort(self, number: int) -> None:
-        """Drop a request, of which nothing more is told."""
+        """Drop a request, which has no more events."""
 
     def step(self) -> list[Event]:
-        """What there is to tell, after waiting for it a little."""
+        """The new events, after waiting for them a little."""
 
     def load_bucket(self, bucket: Bucket, first: bool) -> None:
         """Take a part of new weights, the `first` or another; it has been read when this

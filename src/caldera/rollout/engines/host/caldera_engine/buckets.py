@@ -62,7 +62,7 @@ def read_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         weight = memory[offset : offset + size].view(kind).view(shape)
         # The buffer is written anew while an engine may still keep what came in it.
         yield name, weight.clone() if on_gpu else weight
-    if on_gpu:  # whoever asked takes it that all has been read
+    if on_gpu:  # the sender takes it that all has been read
         torch.cuda.current_stream(memory.device).synchronize()
 
 

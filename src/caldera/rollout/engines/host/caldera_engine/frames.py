@@ -27,7 +27,7 @@ class Frames:
     def send(self, message: Message) -> None:
         """Raises OSError when nobody is there to read.
 
-        What comes meanwhile is taken in: two sides that both only write would wait for ever.
+        Messages that come meanwhile are read: two sides that both only write would wait for ever.
         """
         body = json.dumps(message).encode()
         left = memoryview(LENGTH.pack(len(body)) + body)
@@ -41,7 +41,7 @@ class Frames:
                 left = left[self._write(left) :]
 
     def is_ready(self) -> bool:
-        """Whether a whole message lies here, so that nothing of the socket tells of it."""
+        """Whether a whole message is buffered, which the socket does not show."""
         size = self._size()
         return size is not None and len(self._received) >= LENGTH.size + size
 

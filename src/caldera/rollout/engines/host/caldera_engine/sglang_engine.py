@@ -13,13 +13,13 @@ from .base import Event
 from .buckets import ADAPTER_FILE, Adapter, Bucket, check_adapter, read_bucket
 
 SECONDS_OF_A_STEP = 0.05
-"""How long a step waits at most, so that whoever steps can do something else between."""
+"""How long a step waits at most, so that the caller can do something else between."""
 SECONDS_TO_BE_IDLE = 60.0
 PROBE = "probe"
 
 
 class SGLangEngine:
-    """SGLang's Engine, whose scheduler is a process of its own; see `InferenceEngine`."""
+    """SGLang's Engine, whose scheduler is a separate process; see `InferenceEngine`."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         """`arguments` are those of SGLang's Engine."""
@@ -72,7 +72,7 @@ class SGLangEngine:
             _give_back(weights)
 
     def use_weights(self, version: int, adapter: Adapter | None) -> None:
-        # Of an aborted request SGLang tells a moment before it is rid of it.
+        # SGLang reports the end of an aborted request a moment before it is rid of it.
         flushed = self._engine.tokenizer_manager.flush_cache(timeout_s=SECONDS_TO_BE_IDLE)
         if not self._loop.run_until_complete(flushed).success:
             raise RuntimeError("SGLang does not drop what it has cached with other weights")
@@ -148,7 +148,7 @@ class SGLangEngine:
         """Tell of a request until it ends."""
         wants_prompt = bool(params.get("prompt_logprobs"))
         known = 0
-        why = "SGLang tells nothing more of it"  # which is no news of one that has ended
+        why = "SGLang returns nothing more of it"  # which is no news of one that has ended
         try:
             stream = await self._engine.async_generate(
                 input_ids=prompt_ids,
@@ -170,7 +170,7 @@ class SGLangEngine:
         self._tell(Event(number, [], [], self._version, "error", error=why))
 
     def _event(self, number: int, meta: dict[str, Any], known: int, wants_prompt: bool) -> Event:
-        """What is new: SGLang tells of all from the beginning, again and again."""
+        """The new tokens: SGLang repeats all from the beginning, again and again."""
         sampled = meta["output_token_logprobs"][known:]
         ranks = (meta.get("output_top_logprobs") or [])[known:]
         reason = meta["finish_reason"]
@@ -205,7 +205,7 @@ def _engine_class(arguments: dict[str, Any]) -> Any:
 
 
 def run_unpinned(*arguments: Any, **named: Any) -> None:
-    """SGLang's scheduler, in a process of its own that pins no memory: SGLang's layers with
+    """SGLang's scheduler, in a separate process that pins no memory: SGLang's layers with
     adapters ask for that on a CPU, too, where torch refuses."""
     import torch
     from sglang.srt.managers.scheduler import run_scheduler_process

@@ -1,4 +1,4 @@
-"""vLLM, stepped by whoever uses it."""
+"""vLLM, stepped by its caller."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class VllmEngine:
         self._version = version
 
     def _load_adapter(self, adapter: Adapter) -> Any:
-        """Under a number of its own: what vLLM keeps by number is not taken for that of another."""
+        """A separate number: vLLM's state by number is not taken for that of another."""
         from vllm.lora.request import LoRARequest
 
         check_adapter(adapter)
@@ -125,7 +125,7 @@ def _allowed_rank(rank: int) -> int:
 
 
 def _ranked(rank: dict[int, Any]) -> list[tuple[int, float]]:
-    """Most likely first. Beside them, vLLM tells of the sampled token, whatever its rank."""
+    """Most likely first. Beside them, vLLM returns the sampled token, whatever its rank."""
     ordered = sorted(rank.items(), key=lambda item: int(item[1].rank))
     return [(int(token), float(entry.logprob)) for token, entry in ordered]
 

@@ -1,4 +1,4 @@
-"""What is mixed into vLLM's workers, so that they read weights from buckets."""
+"""Mixed into vLLM's workers, so that they read weights from buckets."""
 
 from __future__ import annotations
 

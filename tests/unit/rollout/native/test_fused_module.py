@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from caldera.models.attention import ATTENTION, PackedSequences
 from caldera.models.forward import hidden_states
-from caldera.rollout.native.cuda.graphs import ladder, step_inputs
-from caldera.rollout.native.cuda.runner import Twin
+from caldera.rollout.native.backbone import compiled_backbone, plain_backbone
+from caldera.rollout.native.cuda.graphs import capture_sizes, step_inputs
+from caldera.rollout.native.cuda.runner import FusedModule
 from caldera.rollout.native.sampler import SamplingRows, draws
-from caldera.rollout.native.trunk import compiled_trunk, plain_trunk
 
 CPU = torch.device("cpu")
 
@@ -39,55 +39,55 @@ def hidden(module: nn.Module, lengths: list[int]) -> torch.Tensor:
 def test_a_twin_computes_the_same_from_the_same_memory(module: PreTrainedModel) -> None:
     want = hidden(module, [8, 12])
     state = {name: value.clone() for name, value in module.state_dict().items()}
-    twin = Twin(module, torch.float32)
-    torch.testing.assert_close(hidden(twin.module, [8, 12]), want)
+    fused = FusedModule(module, torch.float32)
+    torch.testing.assert_close(hidden(fused.module, [8, 12]), want)
     assert torch.equal(hidden(module, [8, 12]), want)
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    assert {p.untyped_storage().data_ptr() for p in twin.module.parameters()} <= own
+    assert {p.untyped_storage().data_ptr() for p in fused.module.parameters()} <= own
 
 
 def test_an_optimiser_that_changes_the_module_changes_the_twin(module: PreTrainedModel) -> None:
-    twin = Twin(module, torch.float32)
-    before = hidden(twin.module, [5, 7])
+    fused = FusedModule(module, torch.float32)
+    before = hidden(fused.module, [5, 7])
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     packed = PackedSequences([12], CPU)
     ids = torch.arange(12)[None]
     hidden_states(module, ids, packed.position_ids, packed).square().sum().backward()
     optimizer.step()
-    torch.testing.assert_close(hidden(twin.module, [5, 7]), hidden(module, [5, 7]))
-    assert not torch.allclose(before, hidden(twin.module, [5, 7]))
-    assert not twin.has_moved
+    torch.testing.assert_close(hidden(fused.module, [5, 7]), hidden(module, [5, 7]))
+    assert not torch.allclose(before, hidden(fused.module, [5, 7]))
+    assert not fused.has_moved
 
 
 def test_a_module_with_a_twin_is_saved_as_any(module: PreTrainedModel, tmp_path: Path) -> None:
-    Twin(module, torch.float32)
+    FusedModule(module, torch.float32)
     module.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
     assert all(torch.equal(value, again[name]) for name, value in module.state_dict().items())
 
 
 def test_another_precision_has_weights_of_its_own(module: PreTrainedModel) -> None:
-    twin = Twin(module, torch.bfloat16)
-    assert {p.dtype for p in twin.module.parameters()} == {torch.bfloat16}
+    fused = FusedModule(module, torch.bfloat16)
+    assert {p.dtype for p in fused.module.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in module.parameters()} == {torch.float32}
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(1.5)
-    stale = hidden(twin.module, [9])
-    twin.refresh()
-    fresh = hidden(twin.module, [9])
+    stale = hidden(fused.module, [9])
+    fused.refresh()
+    fresh = hidden(fused.module, [9])
     rounded = hidden(module.to(torch.bfloat16), [9])
     torch.testing.assert_close(fresh, rounded, rtol=0.02, atol=0.02)
     assert not torch.allclose(stale, rounded, rtol=0.02, atol=0.02)
 
 
 def test_weights_that_move_are_noticed(module: PreTrainedModel) -> None:
-    twin = Twin(module, torch.float32)
+    fused = FusedModule(module, torch.float32)
     weight = module.model.layers[1].self_attn.k_proj.weight
     weight.data = weight.data.clone()
-    assert twin.has_moved
-    assert not Twin(module, torch.float32).has_moved
+    assert fused.has_moved
+    assert not FusedModule(module, torch.float32).has_moved
 
 
 def test_a_layer_of_its_own_forward_is_not_the_modules(module: PreTrainedModel) -> None:
@@ -95,8 +95,8 @@ def test_a_layer_of_its_own_forward_is_not_the_modules(module: PreTrainedModel) 
     layer = module.model.layers[0]
     forward = layer.forward
     layer.forward = lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
-    twin = Twin(module, torch.float32)
-    hidden(twin.module, [4])
+    fused = FusedModule(module, torch.float32)
+    hidden(fused.module, [4])
     assert not calls
 
 
@@ -114,13 +114,13 @@ def test_all_layers_share_one_compilation(
         torch, "compile", lambda code, **keys: compile_for_real(code, backend=keep, **keys)
     )
     want = [hidden(module, [8, 12]), hidden(module, [5, 4])]
-    twin = Twin(module, torch.float32)
-    trunk = compiled_trunk(twin.module)
+    fused = FusedModule(module, torch.float32)
+    backbone = compiled_backbone(fused.module)
     with torch.no_grad():
         for lengths, wanted in zip(([8, 12], [5, 4]), want, strict=True):
             packed = PackedSequences(lengths, CPU)
             tokens = torch.arange(sum(lengths))[None] % 100
-            got = trunk(tokens, packed.position_ids, packed)
+            got = backbone(tokens, packed.position_ids, packed)
             torch.testing.assert_close(got, wanted)
     attends = [sum("attend" in str(node.target) for node in graph.graph.nodes) for graph in graphs]
     assert sum(attends) == 1
@@ -132,13 +132,13 @@ def test_all_layers_share_one_compilation(
 def test_the_plain_trunk_runs_what_attends(module: PreTrainedModel) -> None:
     packed = PackedSequences([6], CPU)
     with torch.no_grad():
-        got = plain_trunk(module)(torch.arange(6)[None], packed.position_ids, packed)
+        got = plain_backbone(module)(torch.arange(6)[None], packed.position_ids, packed)
     torch.testing.assert_close(got, hidden(module, [6]))
 
 
 @pytest.mark.parametrize("largest", [1, 8, 100, 256, 1000, 4096])
 def test_the_ladder_reaches_up_to_the_largest(largest: int) -> None:
-    sizes = ladder(largest)
+    sizes = capture_sizes(largest)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == largest
     wasted = [(above - below - 1) / above for below, above in zip([0, *sizes], sizes, strict=False)]

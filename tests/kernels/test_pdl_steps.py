@@ -1,4 +1,4 @@
-"""Decode steps as chains of kernels in Triton's interpreter, against transformers' own layers.
+"""Decode steps by PDL kernels in Triton's interpreter, against transformers' own layers.
 
 tests/gpu has the tests on a GPU.
 """
@@ -17,10 +17,10 @@ from caldera.models.attention import ATTENTION, PackedSequences
 from caldera.models.forward import hidden_states
 from caldera.rollout.native.attention import PagedAttention
 from caldera.rollout.native.cache import CacheShape, KVCache
-from caldera.rollout.native.cuda import chained
-from caldera.rollout.native.cuda.chained import chained_steps
+from caldera.rollout.native.cuda import pdl_steps
 from caldera.rollout.native.cuda.graphs import DeviceState
-from caldera.rollout.native.cuda.runner import Twin
+from caldera.rollout.native.cuda.pdl_steps import make_pdl_steps
+from caldera.rollout.native.cuda.runner import FusedModule
 from caldera.rollout.native.steps import Prefill
 
 CPU = torch.device("cpu")
@@ -61,9 +61,9 @@ def test_a_step_finds_what_the_whole_sequence_does(
     size: int, kind: str, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind != "few":
-        monkeypatch.setattr(chained, "MOST_ROWS", 0)
+        monkeypatch.setattr(pdl_steps, "MOST_ROWS", 0)
     if kind == "many":
-        monkeypatch.setattr(chained, "MOST_IN_TILES", 0)
+        monkeypatch.setattr(pdl_steps, "MOST_IN_TILES", 0)
     module = build(config)
     lengths = [1 + (29 * row) % (16 * PAGES - 1) for row in range(size)]
     tokens = torch.randint(0, 100, (1, sum(lengths)))
@@ -87,9 +87,9 @@ def test_a_step_finds_what_the_whole_sequence_does(
     told[0], told[1] = torch.arange(size), torch.tensor(lengths) - 1
     told[2] = state.tables[told[0].long(), told[1].long() // 16]
     state.newest[:size] = tokens[0, last]
-    steps = chained_steps(Twin(module, torch.float32).module, state)
+    steps = make_pdl_steps(FusedModule(module, torch.float32).module, state)
     assert steps is not None
-    state.mail.send(told.numpy(), size + 1)  # one place that none needs
+    state.mailbox.send(told.numpy(), size + 1)  # one place that none needs
     inputs = torch.full((5, size + 1), -7, dtype=torch.int32)
     found = steps(inputs)
     assert torch.equal(inputs[:, :size], told)
@@ -127,5 +127,5 @@ def prefill(
     ],
 )
 def test_layers_of_other_shapes_are_left_alone(config: Any, is_known: bool) -> None:
-    twin = Twin(build(config), torch.float32)
-    assert (chained_steps(twin.module, DeviceState(1, 16, 2, CPU)) is not None) == is_known
+    fused = FusedModule(build(config), torch.float32)
+    assert (make_pdl_steps(fused.module, DeviceState(1, 16, 2, CPU)) is not None) == is_known

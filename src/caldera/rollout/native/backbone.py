@@ -1,4 +1,4 @@
-"""The model's trunk as the sampler runs it: as it is, or compiled once for all steps.
+"""The decoder backbone as the sampler runs it: as it is, or compiled once for all steps.
 
 To the compiler, attention is one opaque operation, which looks up at run time how the tokens of
 this step attend, and in which layer. So prefills and decodings of any size run the same code, and
@@ -23,7 +23,7 @@ from caldera.models.attention import AttentionContext, AttentionLayer
 from caldera.models.forward import base_module, decoder_layers, hidden_states
 
 CODE_FOLDER = Path("~/.cache/caldera/compiled")
-"""Where compiled code is kept for the next process, unless PyTorch's own variable says where."""
+"""The folder of compiled code for the next process, unless PyTorch's own variable is set."""
 
 _current = threading.local()
 
@@ -35,7 +35,7 @@ class _Layer:
 
 @contextmanager
 def _attending(context: AttentionContext) -> Iterator[None]:
-    """While entered, tokens that this thread runs through a compiled trunk attend so."""
+    """While entered, tokens that this thread runs through a compiled backbone attend so."""
     _current.context, _current.layer = context, 0
     try:
         yield
@@ -74,20 +74,20 @@ class _Opaque:
 
 
 _OPAQUE = _Opaque()
-Trunk = Callable[[Tensor, Tensor, AttentionContext], Tensor]
+Backbone = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 """From tokens and positions, (1, T) each, that attend so, to hidden states (T, H)."""
 
 
-def plain_trunk(module: nn.Module) -> Trunk:
-    """The trunk as it is."""
+def plain_backbone(module: nn.Module) -> Backbone:
+    """The backbone as it is."""
     return partial(hidden_states, module)
 
 
-def compiled_trunk(module: nn.Module) -> Trunk:
-    """The trunk, whose layers are compiled when they are first run. `module` is changed."""
+def compiled_backbone(module: nn.Module) -> Backbone:
+    """The backbone, whose layers are compiled when they are first run. `module` is changed."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CODE_FOLDER.expanduser()))
-    trunk = base_module(module).base_model
-    rest = [part for name in ("norm", "rotary_emb") if (part := getattr(trunk, name, None))]
+    backbone = base_module(module).base_model
+    rest = [part for name in ("norm", "rotary_emb") if (part := getattr(backbone, name, None))]
     for part in [*decoder_layers(module), *rest]:
         part.forward = torch.compile(part.forward, dynamic=True)
 

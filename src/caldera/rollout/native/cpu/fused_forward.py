@@ -1,4 +1,4 @@
-"""Models of the commonest shape, run in a few operations a layer on a CPU.
+"""Fused CPU forward: models of the commonest shape, run in a few operations a layer.
 
 transformers writes a layer as some forty small operations, each of which costs more than what it
 computes where a few tokens are decoded.
@@ -41,21 +41,21 @@ class SmallLayer:
     def __init__(self, parts: LayerParts) -> None:
         self._parts = parts
         first, second = parts.scales
-        self._inward = TiledWeight.of(*parts.inward, scale=first)
+        self._qkv_proj = TiledWeight.of(*parts.qkv_proj, scale=first)
         self._others = [
-            TiledWeight.of(parts.outward),
+            TiledWeight.of(parts.o_proj),
             TiledWeight.of(parts.gate, scale=second),
             TiledWeight.of(parts.up, scale=second),
             TiledWeight.of(parts.down),
         ]
-        self._width = sum(linear.out_features for linear in parts.inward)
+        self._width = sum(linear.out_features for linear in parts.qkv_proj)
         self._sizes = parts.down.out_features, parts.down.in_features
-        self.packs = [self._inward, *self._others]
+        self.packs = [self._qkv_proj, *self._others]
 
     @staticmethod
     def fits(parts: LayerParts) -> bool:
-        others = (parts.outward, parts.gate, parts.up, parts.down)
-        joint = sum(linear.out_features for linear in parts.inward)
+        others = (parts.o_proj, parts.gate, parts.up, parts.down)
+        joint = sum(linear.out_features for linear in parts.qkv_proj)
         widths = [joint, *(linear.out_features for linear in others)]
         return (
             all(width % TILE == 0 for width in widths)
@@ -69,7 +69,7 @@ class SmallLayer:
         """values (T, H), which are changed."""
         parts = self._parts
         matrices = Matrices(
-            *self._inward.addresses,
+            *self._qkv_proj.addresses,
             *(weight.addresses[0] for weight in self._others),
             *self._sizes,
             *parts.epsilons,
@@ -80,36 +80,40 @@ class SmallLayer:
         return values
 
 
-def is_lean(module: nn.Module) -> bool:
+def can_fuse(module: nn.Module) -> bool:
     """Whether a model is of a shape that is known here: with adapters it is not, say."""
     if not has_known_layers(module):
         return False
-    trunk = cast(Any, base_module(module).base_model)
-    is_complete = len(trunk.layers) == trunk.config.num_hidden_layers
-    return is_complete and all(_has_plain_matrices(layer) for layer in trunk.layers)
+    backbone = cast(Any, base_module(module).base_model)
+    is_complete = len(backbone.layers) == backbone.config.num_hidden_layers
+    return is_complete and all(_has_plain_matrices(layer) for layer in backbone.layers)
 
 
 def _has_plain_matrices(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
-    inward = (attention.q_proj, attention.k_proj, attention.v_proj)
-    linears = (*inward, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    qkv_proj = (attention.q_proj, attention.k_proj, attention.v_proj)
+    linears = (*qkv_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     return (
         all(type(linear) is nn.Linear for linear in linears)
-        and len({linear.bias is None for linear in inward}) == 1
+        and len({linear.bias is None for linear in qkv_proj}) == 1
         and mlp.gate_proj.weight.dtype == torch.float32  # norms become part of the weights
     )
 
 
-class LeanTrunk:
+class FusedBackbone:
     """From tokens to hidden states."""
 
     def __init__(self, module: nn.Module, kernels: CpuKernels) -> None:
-        trunk = cast(Any, base_module(module).base_model)
+        backbone = cast(Any, base_module(module).base_model)
         self._kernels = kernels
-        self._embed, self._angles, self._norm = trunk.embed_tokens, trunk.rotary_emb, trunk.norm
-        parts = [LayerParts(layer) for layer in trunk.layers]
-        self._layers: list[LeanLayer | SmallLayer] = [
-            SmallLayer(each) if SmallLayer.fits(each) else LeanLayer(each, kernels)
+        self._embed, self._angles, self._norm = (
+            backbone.embed_tokens,
+            backbone.rotary_emb,
+            backbone.norm,
+        )
+        parts = [LayerParts(layer) for layer in backbone.layers]
+        self._layers: list[FusedLayer | SmallLayer] = [
+            SmallLayer(each) if SmallLayer.fits(each) else FusedLayer(each, kernels)
             for each in parts
         ]
         self.packs = [pack for layer in self._layers for pack in layer.packs]
@@ -126,27 +130,27 @@ class LeanTrunk:
         return normed.mul_(self._norm.weight)
 
 
-class LeanLayer:
-    """The forward pass of a decoder layer: five products, and what lies between them."""
+class FusedLayer:
+    """The forward pass of a decoder layer: five products, and the operations between them."""
 
     def __init__(self, parts: LayerParts, kernels: CpuKernels) -> None:
         self._parts = parts
         self._kernels = kernels
         first, second = parts.scales
-        self._inward = PackedWeight.of(*parts.inward, scale=first)
-        self._outward = PackedWeight.of(parts.outward)
+        self._qkv_proj = PackedWeight.of(*parts.qkv_proj, scale=first)
+        self._o_proj = PackedWeight.of(parts.o_proj)
         self._gate = PackedWeight.of(parts.gate, scale=second)
         self._up = PackedWeight.of(parts.up, scale=second)
         self._down = PackedWeight.of(parts.down)
-        self.packs = [self._inward, self._outward, self._gate, self._up, self._down]
+        self.packs = [self._qkv_proj, self._o_proj, self._gate, self._up, self._down]
 
     def __call__(
         self, values: Tensor, turn: tuple[Tensor, Tensor], attention: CompiledAttention
     ) -> Tensor:
         """values (T, H)."""
         parts = self._parts
-        heads = parts.heads(self._inward(self._kernels.normalise(values, parts.epsilons[0])))
+        heads = parts.heads(self._qkv_proj(self._kernels.normalise(values, parts.epsilons[0])))
         found = attention.turn_and_attend(parts.attention, heads, turn)
-        values = self._outward.added(found.flatten(1), values)
+        values = self._o_proj.added(found.flatten(1), values)
         normed = self._kernels.normalise(values, parts.epsilons[1])
         return self._down.added(self._up.gated(normed, self._gate.swished(normed)), values)

@@ -17,7 +17,7 @@ from caldera.config import RolloutConfig
 from caldera.models.attention import ATTENTION
 from caldera.rollout.base import Completion, Request, SamplingParams
 from caldera.rollout.native.engine import NativeRollout
-from caldera.rollout.native.steps import Flight, Step
+from caldera.rollout.native.steps import InFlightStep, Step
 from caldera.rollout.service import AsyncSampler
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ class Delayed(NativeRollout):
 
     def __init__(self, config: RolloutConfig, module: PreTrainedModel) -> None:
         super().__init__(config, module, CPU)
-        self._runner.steps_ahead = 1
+        self._runner.max_steps_in_flight = 1
 
 
 def config(**keys: object) -> RolloutConfig:
@@ -82,7 +82,7 @@ def test_the_same_is_sampled(module: PreTrainedModel, data: st.DataObject) -> No
             torch.testing.assert_close(
                 torch.tensor(one.log_probs), torch.tensor(other.log_probs), rtol=0, atol=1e-5
             )
-    assert not delayed._flights
+    assert not delayed._in_flight
     assert delayed._blocks.free_pages == delayed._blocks.pages
 
 
@@ -131,7 +131,7 @@ def test_an_abort_that_finds_the_last_token_on_its_way(module: PreTrainedModel) 
             await asyncio.sleep(0)
             await sampler.abort("short")
             await sampler.pause()
-            assert not delayed._flights
+            assert not delayed._in_flight
             await sampler.resume()
             return await named, await other
 
@@ -193,4 +193,4 @@ def test_tokens_that_were_told_to_another_step_are_noticed() -> None:
     told = torch.tensor([[5, -1], [0, 0]], dtype=torch.int32)
     numbers = np.arange(2)
     with pytest.raises(AssertionError, match="another"):
-        Flight(cast(Step, None), numbers, numbers, told).land()
+        InFlightStep(cast(Step, None), numbers, numbers, told).synchronize()

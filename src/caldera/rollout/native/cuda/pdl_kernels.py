@@ -1,9 +1,9 @@
-"""Triton kernels of decode steps, beside attention's: each is begun early.
+"""Triton kernels of decode steps, beside attention's, for programmatic dependent launch (PDL).
 
-What bounds a step of few sequences is not its arithmetic but how long one kernel waits for the
-next. So each lets the next one start at once (CHAINED), reads what no kernel of the step but the
+A step of few sequences is not bound by its arithmetic but by how long one kernel waits for the
+next. So each lets the next one start at once (PDL), reads what no kernel of the step but the
 first has written (weights, older keys and values), and only then waits until those before it have
-ended. The first two kernels of a step are not begun early: whatever ran before the second, the
+ended. The first two kernels of a step are launched without PDL: whatever ran before the second, the
 first included, has ended when any of those behind it starts.
 """
 
@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from caldera.rollout.native.cuda.step_kernels import open_letter
+from caldera.rollout.native.cuda.step_kernels import read_message
 
 EARLY, LATE = tl.constexpr(1), tl.constexpr(2)
-"""When a kernel that is CHAINED lets the next one start: at once, or when it has read all. The
-numbers of `chains`, of which Triton's kernels see only constants of their own kind."""
+"""When a kernel launched with PDL lets the next one start: at once, or when it has read all.
+The numbers of `launch.py`: Triton's kernels see only constexpr constants."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -83,14 +83,14 @@ def product_kernel(
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """values (B, K) by COLUMNS rows of the weight a program, to out (B, width).
 
     GATED: by rows c and c + width of the weight (2 * width, K); SiLU of the first by the second.
     SLABS: all of K is in two chunks of so many, which are read before the wait; 0: in a loop.
     """
-    if CHAINED:
+    if PDL:
         gdc_launch_dependents()
     cell, column = _columns(width, COLUMNS, GATED)
     every = cell < width
@@ -101,7 +101,7 @@ def product_kernel(
         two_weight = _slabs(weight, column, every, SLABS * DEPTH, K, SLABS, DEPTH)
     if BIASED:
         added = tl.load(bias + column, mask=every, other=0.0).to(tl.float32)
-    if CHAINED:
+    if PDL:
         gdc_wait()
     if SLABS > 0:
         one_x = _slabs(values, row, here, 0, K, SLABS, DEPTH)
@@ -128,7 +128,7 @@ def product_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def parts_kernel(
+def split_k_kernel(
     values: tl.tensor,
     weight: tl.tensor,
     parts: tl.tensor,
@@ -138,10 +138,10 @@ def parts_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """values (B, K) by weight (N, K), in parts of DEPTH cells of K: parts (P, B, N), float32."""
-    if CHAINED:
+    """values (B, K) by weight (N, K), split-K by DEPTH cells of K: parts (P, B, N), float32."""
+    if PDL:
         gdc_launch_dependents()
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
@@ -149,7 +149,7 @@ def parts_kernel(
     matrix = _block(weight, column, inside, part * DEPTH, K, DEPTH)
     row = tl.arange(0, ROWS)
     here = row < size
-    if CHAINED:
+    if PDL:
         gdc_wait()
     vectors = _block(values, row, here, part * DEPTH, K, DEPTH)
     found = tl.dot(matrix, tl.trans(vectors), input_precision="ieee")  # (COLUMNS, ROWS)
@@ -180,13 +180,13 @@ def tile_kernel(
     DEPTH: tl.constexpr,
     BIASED: tl.constexpr,
     STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """values (B, K) by the weight, in parts of `span` cells of K, to out (P, B, width).
+    """values (B, K) by the weight, split-K by `span` cells of K, to out (P, B, width).
 
     A program has ROWS of B and COLUMNS of the width, for one part.
     """
-    if CHAINED:
+    if PDL:
         gdc_launch_dependents()
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -198,7 +198,7 @@ def tile_kernel(
     values_at = values + tl.minimum(row, size - 1)[:, None] * K + k[None, :]
     even: tl.constexpr = K % DEPTH == 0
     found = tl.zeros([ROWS, COLUMNS], tl.float32)
-    if CHAINED:
+    if PDL:
         gdc_wait()
     for start in tl.range(begin, end, DEPTH, num_stages=STAGES):
         rows = _tile(values_at + start, k, end - start, even)
@@ -227,8 +227,8 @@ def _store_normed(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def begin_kernel(
-    letters: tl.tensor,
-    next_letter: tl.tensor,
+    messages: tl.tensor,
+    next_message: tl.tensor,
     inputs: tl.tensor,
     newest: tl.tensor,
     tables: tl.tensor,
@@ -237,7 +237,7 @@ def begin_kernel(
     hidden: tl.tensor,
     normed: tl.tensor,
     size: tl.tensor,
-    letter_stride: tl.tensor,
+    message_stride: tl.tensor,
     table_stride: tl.tensor,
     epsilon: tl.tensor,
     WIDTH: tl.constexpr,
@@ -248,13 +248,13 @@ def begin_kernel(
 ) -> None:
     """Enter the page of each new token into the tables; hidden (B, H) is the token's embedding.
 
-    inputs (5, B): where the letter's are laid. newest (R,): each row's newest token.
+    inputs (5, B): filled with the message's. newest (R,): each row's newest token.
     """
     place = tl.program_id(0) + tl.arange(0, 1)
     cell = tl.arange(0, WIDTH_PADDED)
     inside = cell < WIDTH
-    row, position, page = open_letter(
-        letters, next_letter, inputs, place, size, letter_stride, FIELDS, INPUTS
+    row, position, page = read_message(
+        messages, next_message, inputs, place, size, message_stride, FIELDS, INPUTS
     )
     taken = position >= 0
     tl.store(tables + row * table_stride + tl.maximum(position, 0) // PAGE, page, mask=taken)
@@ -267,7 +267,7 @@ def begin_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def settle_kernel(
+def add_norm_kernel(
     parts: tl.tensor,
     hidden: tl.tensor,
     scale: tl.tensor,
@@ -278,15 +278,15 @@ def settle_kernel(
     WIDTH_PADDED: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_PADDED: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """Add the parts (P, B, H) to hidden (B, H), in their order; normed (B, H) is what follows."""
-    if CHAINED == EARLY:
+    """Add the partial sums (P, B, H) to hidden (B, H), in their order; normed (B, H) follows."""
+    if PDL == EARLY:
         gdc_launch_dependents()
     cell = tl.arange(0, WIDTH_PADDED)
     inside = cell < WIDTH
     factor = tl.load(scale + cell, mask=inside, other=0.0).to(tl.float32)
-    if CHAINED:
+    if PDL:
         gdc_wait()
     row = tl.program_id(0)
     target = hidden + row * WIDTH + cell
@@ -295,7 +295,7 @@ def settle_kernel(
     there = (part < PARTS)[:, None] & inside[None, :]
     cells = (part * size + row)[:, None] * WIDTH + cell[None, :]
     total += tl.sum(tl.load(parts + cells, mask=there, other=0.0).to(tl.float32), 0)
-    if CHAINED == LATE:
+    if PDL == LATE:
         gdc_launch_dependents()
     tl.store(target, total.to(hidden.dtype.element_ty), mask=inside)
     _store_normed(total, factor, normed + row * WIDTH, cell, inside, epsilon, WIDTH)
@@ -303,10 +303,10 @@ def settle_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gate_kernel(
-    both: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+    both: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr
 ) -> None:
     """SiLU of the first half of both (B, 2 * width) by the second, to out (B, width)."""
-    if CHAINED:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -317,6 +317,3 @@ def gate_kernel(
     two = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
     gated = one * tl.sigmoid(one) * two
     tl.store(out + row * width + cell, gated.to(out.dtype.element_ty), mask=inside)
-
-
-# ---- How a kernel is launched behind another, where the GPU can begin it early
