@@ -1,1 +1,1 @@
-"""Agent loops: answers of several turns, in which the policy calls tools or is talked to."""
+"""Agent loops: responses of several turns, with tool calls or environment turns in between."""

@@ -29,7 +29,7 @@ NO_PICTURES = "agent loops take text only in this release"
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """What was sampled for one turn."""
+    """The tokens sampled for one turn."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -39,11 +39,11 @@ class TokenOutput:
 
 
 class ServerManager(Protocol):
-    """Samples the turns of one trajectory. The n-th one has a seed of its own."""
+    """Samples the turns of one trajectory. The n-th one has its own seed."""
 
     @property
     def timeline(self) -> Timeline:
-        """What happened in the trajectory, and when. Sampling writes into it itself."""
+        """The events of the trajectory, with their times. Sampling writes into it itself."""
         ...
 
     async def generate(
@@ -51,8 +51,8 @@ class ServerManager(Protocol):
     ) -> TokenOutput:
         """The tokens that follow `prompt_ids`, at most `max_tokens` of the parameters.
 
-        Those take what `SamplingParams` takes. Where nothing more fits into the model, the answer
-        is empty, with the stop reason "length".
+        Those take the fields of `SamplingParams`. Where nothing more fits into the model, the
+        output is empty, with the stop reason "length".
         """
         ...
 
@@ -78,7 +78,7 @@ class AgentLoopOutput:
 
     prompt_ids: list[int]
     response_ids: list[int]
-    """All that came after the prompt: what the policy sampled, and what it was told."""
+    """All tokens after the prompt: those of the policy, and environment or tool tokens."""
     response_mask: list[int]
     """1 for the tokens that the policy sampled, 0 for others."""
     response_logprobs: list[float] | None = None
@@ -113,7 +113,7 @@ class AgentLoopOutput:
 
 @dataclass(frozen=True)
 class Equipment:
-    """What the loops of a process share."""
+    """The components that the loops of a process share."""
 
     turns: TurnAppender
     parser: ToolParser
@@ -185,9 +185,9 @@ class AgentLoopBase(ABC):
         videos: object | None = None,
         remove_system_prompt: bool = False,
     ) -> list[int]:
-        """The tokens of messages, up to where the assistant begins to answer.
+        """The tokens of messages, up to where the assistant begins to respond.
 
-        What is put behind sampled tokens should come from `self.equipment.turns.continuation`,
+        Tokens to append to sampled ones should come from `self.equipment.turns.continuation`,
         which knows how the sampled turn ended; `remove_system_prompt` is what verl offers for it.
         """
         if images or videos:

@@ -45,7 +45,7 @@ class Session:
     sampler: AsyncSampler
 
     def end(self) -> list[Turn]:
-        """What was sampled; requests that come later are refused. Raises what has ended the
+        """The sampled trajectory; later requests are refused. Raises the error that has ended the
         sampler, if something has: that is no failure of the agent's."""
         turns = self.recorder.turns(self.name) or []
         self.recorder.drop(self.name)
@@ -234,7 +234,7 @@ def _function(given: Any, key: str) -> Callable[..., Any]:
 
 
 def _in_thread(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, to be awaited. Each call has a thread of its own, since agents wait for most
+    """The function, to be awaited. Each call has its own thread, since agents wait for most
     of their time, and one that never returns is not waited for when the process ends."""
 
     def start(*arguments: Any) -> asyncio.Future[Any]:
@@ -256,7 +256,7 @@ def _in_thread(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _read(returned: Any, names: frozenset[str]) -> Returned:
-    """What an agent returned; `names` are those of the row's own columns."""
+    """The output of an agent; `names` are those of the row's own columns."""
     columns = dict(returned) if isinstance(returned, Mapping) else {"score": returned}
     score = columns.pop("score", None)
     if score is not None and not _is_number(score):

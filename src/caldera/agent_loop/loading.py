@@ -24,7 +24,7 @@ GIVEN = (
     "dataset_cls",
     "dataset_config",
 )
-"""What every loop is made with."""
+"""The arguments that every loop is made with."""
 
 
 def read_loops(path: str | None) -> dict[str, MakeLoop]:

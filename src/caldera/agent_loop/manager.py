@@ -70,7 +70,7 @@ class AgentLoops:
         pad_token_id: int,
         on_finished: OnFinished | None,
     ) -> DataProto:
-        """One trajectory a row, as a batch; `on_finished` is told of each as soon as it ends."""
+        """One trajectory a row, as a batch; `on_finished` gets each as soon as it ends."""
         config = self._config.actor_rollout_ref.rollout
         if rollout.decode is None:
             rollout.decode = self._decode
@@ -182,7 +182,7 @@ class AgentLoops:
 
 
 def _as_completion(output: AgentLoopOutput, facts: TrajectoryFacts) -> Completion:
-    """The trajectory as those see it who know answers of one turn alone."""
+    """The trajectory as a completion of one turn."""
     log_probs = output.response_logprobs or [0.0] * len(output.response_ids)
     return Completion(output.response_ids, log_probs, "stop", 0, columns=facts.columns())
 
@@ -194,7 +194,7 @@ def _close(tools: ToolRunner) -> None:
 
 @cache
 def _background() -> asyncio.AbstractEventLoop:
-    """The event loop of this process, in a thread of its own. What tools keep open, such as
+    """The event loop of this process, in its own thread. Connections of tools, such as
     connections, belongs to it, and outlives the batch."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="agent loops", daemon=True).start()

@@ -22,7 +22,7 @@ COLUMN = "agent_loop"
 
 @dataclass(frozen=True)
 class TrajectoryFacts:
-    """What is known of a trajectory beside its tokens."""
+    """The facts of a trajectory beside its tokens."""
 
     num_turns: int
     metrics: dict[str, float]
@@ -36,7 +36,7 @@ class TrajectoryFacts:
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
     def columns(self) -> dict[str, Any]:
-        """What scorers and dumps are told, by column."""
+        """The columns for scorers and dumps."""
         return {**self.extra_fields, "__num_turns__": self.num_turns}
 
 
@@ -63,7 +63,7 @@ def fitted(output: AgentLoopOutput, prompt_length: int, response_length: int) ->
 
 
 def facts_of(output: AgentLoopOutput, timeline: list[dict[str, Any]]) -> TrajectoryFacts:
-    """What goes into the column."""
+    """The values of the column."""
     return TrajectoryFacts(
         output.num_turns,
         asdict(output.metrics),
@@ -120,7 +120,7 @@ def _log_probs(output: AgentLoopOutput) -> list[float]:
 # ---- What happened in a trajectory, and when
 
 GENERATE, TOOL, USER, AGENT = "generate", "tool", "user", "agent"
-"""Kinds of events: a turn is sampled, a tool is called, an interaction answers, an agent of which
+"""Kinds of events: a turn is sampled, a tool is called, an interaction responds, an agent of which
 nothing else is known runs."""
 DETAIL = "detail"
 """Key of what traces alone show of an event, such as its tokens."""

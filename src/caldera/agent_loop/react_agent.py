@@ -50,7 +50,7 @@ class ReactAgentLoop(ToolAgentLoop):
     """Runs a graph on a row's messages. What its model samples becomes the trajectory.
 
     This one has the graph in which the model calls the run's tools until it calls no more; a class
-    that extends it has one of its own by `build_graph`.
+    that extends it has its own by `build_graph`.
     """
 
     takes_interactions: ClassVar[bool] = False
@@ -71,7 +71,7 @@ class ReactAgentLoop(ToolAgentLoop):
         return react_graph(model, self)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        self.check_run(self.config)  # once more: only a data set of our own is asked at the start
+        self.check_run(self.config)  # once more: only Caldera's data set is asked at the start
         self.trajectory = self._begin(row)
         self._sampling_params = sampling_params
         with suppress(TrajectoryOver):  # what there is of it is the trajectory
@@ -94,7 +94,7 @@ class ReactAgentLoop(ToolAgentLoop):
     # ------------------------------------------------------------------ for the graph
 
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """What the model is told of the run's tools."""
+        """The schemas of the run's tools for the model."""
         tools = self.equipment.tools
         return [] if tools is None else tools.schemas(self.trajectory.tools.tool_names)
 
@@ -111,23 +111,23 @@ class ReactAgentLoop(ToolAgentLoop):
             raise TrajectoryOver
 
     async def sample(self, finds_calls: bool) -> ParsedCalls:
-        """Sample an answer, and find the calls in it."""
+        """Sample a response, and find the calls in it."""
         trajectory, params = self.trajectory, self._sampling_params
         room = self.config.actor_rollout_ref.rollout.response_length - len(trajectory.response_ids)
-        answer = await self.server_manager.generate(
+        output = await self.server_manager.generate(
             trajectory.tools.request_id,
             trajectory.prompt_ids + trajectory.response_ids,
             params | {"max_tokens": min(room, params.get("max_tokens", room))},
         )
-        trajectory.append(answer.token_ids, answer.log_probs)
+        trajectory.append(output.token_ids, output.log_probs)
         trajectory.assistant_turns += 1
-        message = self._message(answer.token_ids)
+        message = self._message(output.token_ids)
         trajectory.tools.messages.append(message)
-        if not answer.token_ids or answer.stop_reason == "abort" or self._is_over(trajectory):
+        if not output.token_ids or output.stop_reason == "abort" or self._is_over(trajectory):
             raise TrajectoryOver
         if not finds_calls:
             return ParsedCalls(message["content"])
-        return await self.equipment.parser.read(answer.token_ids)
+        return await self.equipment.parser.read(output.token_ids)
 
     async def call_tools(self, found: ParsedCalls) -> list[ToolOutcome]:
         """The outcomes of calls, and of what could not be read as one."""
@@ -147,7 +147,7 @@ MOST_STEPS = 1000
 class RolloutChatModel(BaseChatModel):
     """The policy, in one trajectory.
 
-    What it samples is kept as it was sampled. So a graph may append to the conversation; one that
+    Its samples are kept as they are. So a graph may append to the conversation; one that
     changes what was said before is refused.
     """
 
@@ -165,7 +165,7 @@ class RolloutChatModel(BaseChatModel):
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
         **kwargs: Any,
     ) -> Runnable[Any, AIMessage]:
-        """The model that is told of these tools."""
+        """The model, bound to these tools."""
         return self.bind(tools=[convert_to_openai_tool(tool) for tool in tools], **kwargs)
 
     async def _agenerate(
@@ -185,10 +185,10 @@ class RolloutChatModel(BaseChatModel):
             raise RolloutError("a graph of react_agent asked its model twice at the same time")
         self._is_speaking = True
         try:
-            answer = await self._speak(messages, tools)
+            response = await self._speak(messages, tools)
         finally:
             self._is_speaking = False
-        return ChatResult(generations=[ChatGeneration(message=answer)])
+        return ChatResult(generations=[ChatGeneration(message=response)])
 
     async def _speak(self, messages: list[BaseMessage], tools: list[dict[str, Any]]) -> AIMessage:
         if not self._seen:
@@ -197,12 +197,12 @@ class RolloutChatModel(BaseChatModel):
             new = self._new(messages)
             self.loop.tell(_plain(new))
             self._count(new)
-        answer = _message(await self.loop.sample(bool(tools)))
-        self._seen = [_said(message) for message in [*messages, answer]]
-        return answer
+        response = _message(await self.loop.sample(bool(tools)))
+        self._seen = [_said(message) for message in [*messages, response]]
+        return response
 
     def _new(self, messages: list[BaseMessage]) -> list[BaseMessage]:
-        """What was said since the model spoke last."""
+        """The messages since the model's last turn."""
         count = len(self._seen)
         for place, (before, now) in enumerate(zip(self._seen, messages, strict=False)):
             if before != _said(now):

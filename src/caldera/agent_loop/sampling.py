@@ -22,7 +22,7 @@ ALWAYS_THERE = "logprobs"
 
 
 class TrajectorySampler:
-    """What a loop knows as its `server_manager`.
+    """The `server_manager` of a loop.
 
     The seed of a turn follows from the row's and from the turn's number, so what is sampled does
     not depend on which trajectories run at the same time. The first turn has the row's own seed,
@@ -90,7 +90,7 @@ class TrajectorySampler:
         return self._server.begin(self._seed)
 
     def _params_of(self, given: Mapping[str, Any]) -> SamplingParams:
-        """What the loop gives over the run's; stops of both end a turn."""
+        """Parameters of the loop that override the run's; stops of both end a turn."""
         changes: dict[str, Any] = {}
         for key, value in given.items():
             name = OTHER_NAMES.get(key, key)
@@ -112,22 +112,22 @@ def _texts(value: str | Sequence[str] | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
-# ---- The loop of one turn: the policy answers, and that is all
+# ---- The loop of one turn: a single response of the policy
 
 
 @register("single_turn_agent")
 class SingleTurnAgentLoop(AgentLoopBase):
-    """One answer to the prompt."""
+    """One response to the prompt."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         data = self.config.data
         prompt_ids = await self.apply_chat_template(list(row["raw_prompt"]))
         prompt_ids = truncate(prompt_ids, data.max_prompt_length, data.truncation)
-        answer = await self.server_manager.generate(uuid.uuid4().hex, prompt_ids, sampling_params)
+        output = await self.server_manager.generate(uuid.uuid4().hex, prompt_ids, sampling_params)
         return AgentLoopOutput(
             prompt_ids=prompt_ids,
-            response_ids=answer.token_ids,
-            response_mask=[1] * len(answer.token_ids),
-            response_logprobs=answer.log_probs,
+            response_ids=output.token_ids,
+            response_mask=[1] * len(output.token_ids),
+            response_logprobs=output.log_probs,
             num_turns=2,
         )

@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 class State(Enum):
-    """What happens next in a trajectory."""
+    """The next step of a trajectory."""
 
     PENDING = "the prompt is to be rendered"
     GENERATING = "the policy speaks"
     PROCESSING_TOOLS = "its calls are carried out"
-    INTERACTING = "the interaction answers"
+    INTERACTING = "the interaction responds"
     TERMINATED = "nothing more"
 
 
@@ -48,7 +48,7 @@ class Trajectory:
     response_logprobs: list[float] = field(default_factory=list)
     calls: Sequence[FunctionCall] = ()
     problems: Sequence[str] = ()
-    """Calls of the last answer, and what could not be read as one."""
+    """Calls of the last response, and errors of unreadable ones."""
     assistant_turns: int = 0
     user_turns: int = 0
     turn_scores: list[float] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Trajectory:
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     tool_calls: dict[str, int] = field(default_factory=dict)
     conversation: Conversation | None = None
-    """With the row's interaction; None: nobody answers."""
+    """With the row's interaction; None: there is none."""
 
     def append(self, ids: Sequence[int], log_probs: Sequence[float] | None = None) -> None:
         """Put tokens behind the others; those without log-probs are not the policy's."""
@@ -71,14 +71,14 @@ class Trajectory:
             self.tool_calls[key] = self.tool_calls.get(key, 0) + number
 
     def reward_calls(self, outcomes: Sequence[ToolOutcome]) -> None:
-        """Reward the answer that was given last for its calls, if any of them has a reward."""
+        """Reward the last response for its calls, if any of them has a reward."""
         rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
         self.tool_rewards += rewards
         if rewards:
             self.reward_turn(sum(rewards))
 
     def reward_turn(self, reward: float) -> None:
-        """Reward the answer that was given last, on its last token."""
+        """Reward the last response, on its last token."""
         self.turn_rewards.append((len(self.response_ids) - 1, reward))
 
 
@@ -86,7 +86,7 @@ class Trajectory:
 class ToolAgentLoop(AgentLoopBase):
     """Goes from state to state until the policy neither calls nor is answered, or a limit is met.
 
-    Tokens that were sampled are never encoded again: what follows an answer is put behind it.
+    Sampled tokens are never encoded again: what follows a response is appended to it.
     """
 
     calls_tools = True
@@ -138,18 +138,18 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _generate(self, trajectory: Trajectory, params: dict[str, Any]) -> State:
         room = self.config.actor_rollout_ref.rollout.response_length - len(trajectory.response_ids)
-        answer = await self.server_manager.generate(
+        output = await self.server_manager.generate(
             trajectory.tools.request_id,
             trajectory.prompt_ids + trajectory.response_ids,
             params | {"max_tokens": min(room, params.get("max_tokens", room))},
         )
-        trajectory.append(answer.token_ids, answer.log_probs)
+        trajectory.append(output.token_ids, output.log_probs)
         trajectory.assistant_turns += 1
-        trajectory.tools.messages.append(self._message(answer.token_ids))
-        if not answer.token_ids or answer.stop_reason == "abort" or self._is_over(trajectory):
+        trajectory.tools.messages.append(self._message(output.token_ids))
+        if not output.token_ids or output.stop_reason == "abort" or self._is_over(trajectory):
             return State.TERMINATED
         if self.equipment.tools is not None:
-            found = await self.equipment.parser.read(answer.token_ids)
+            found = await self.equipment.parser.read(output.token_ids)
             trajectory.calls, trajectory.problems = found.calls, found.problems
             if found.calls or found.problems:
                 return State.PROCESSING_TOOLS
@@ -230,13 +230,13 @@ class ToolAgentLoop(AgentLoopBase):
                 for o in outcomes
             ]
         for outcome in outcomes:
-            # Names that a model makes up would each be a metric of their own.
+            # Names that a model makes up would each be a separate metric.
             name = outcome.name if outcome.name in tools.tools else "other"
             trajectory.count({outcome.status: 1}, name)
         return outcomes
 
     def _answer(self, trajectory: Trajectory, messages: list[Message]) -> State:
-        """Put messages to the policy, unless they leave it no room to answer."""
+        """Append messages for the policy, unless they leave it no room to respond."""
         last_token = trajectory.response_ids[-1]
         ids = self.equipment.turns.continuation(messages, last_token)
         longest = self.config.actor_rollout_ref.rollout.response_length

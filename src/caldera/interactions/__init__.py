@@ -1,1 +1,1 @@
-"""Whom a policy talks to: interactions answer it turn by turn, and score each turn."""
+"""Interactions: environments that respond to a policy turn by turn, and score each turn."""

@@ -14,15 +14,15 @@ from caldera.storage.paths import read_yaml
 
 Message = dict[str, Any]
 Reply = tuple[bool, str, float | None, dict[str, Any]]
-"""(whether the conversation is over, the answer, the score of the policy's turn or None if it has
+"""(whether the conversation is over, the reply, the score of the policy's turn or None if it has
 none, anything else)."""
 
 
 class BaseInteraction(ABC):
-    """Answers a policy. One object serves all trajectories of its process, by their instances."""
+    """Responds to a policy. One object serves all trajectories of its process, as instances."""
 
     timeout: float | None = 600.0
-    """Seconds that an answer may take, by `timeout` of the config; None: any time."""
+    """Seconds that a reply may take, by `timeout` of the config; None: any time."""
     options: ClassVar[tuple[str, ...] | None] = None
     """Keys that the config of this very class may have beside those of every interaction; None:
     any."""
@@ -44,7 +44,7 @@ class BaseInteraction(ABC):
     async def generate_response(
         self, instance_id: str, messages: Sequence[Message], **kwargs: Any
     ) -> Reply:
-        """Answer the last of the messages, which is the policy's."""
+        """Reply to the last of the messages, which is the policy's."""
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
         """The score of a conversation."""
@@ -70,7 +70,7 @@ def _seconds(given: Any, name: str) -> float | None:
 
 
 def last_answer(messages: Sequence[Message]) -> str:
-    """What the policy said last."""
+    """The policy's last message."""
     said = [message for message in messages if message["role"] == "assistant"]
     return str(said[-1]["content"]) if said else ""
 

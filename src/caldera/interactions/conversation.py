@@ -1,4 +1,4 @@
-"""A trajectory's talk with an interaction; whatever that does wrong is an answer, too."""
+"""A trajectory's conversation with an interaction; its errors become replies, too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 MISTAKES_OF_THE_RUN = (ConfigError, DataError)
-"""What its files say; no answer mends that."""
+"""Errors in its files; no reply mends that."""
 
 
 class Conversation:
@@ -35,7 +35,7 @@ class Conversation:
         self._has_begun = False
 
     async def begin(self) -> bool:
-        """False if the interaction cannot begin: nobody answers in this trajectory."""
+        """False if the interaction cannot begin: this trajectory has none."""
         start = self.interaction.start_interaction
         begun = await self._try(start, self._instance, **self._kwargs)
         if isinstance(begun, _Failed):
@@ -44,7 +44,7 @@ class Conversation:
         return True
 
     async def answer(self, messages: Sequence[Message]) -> tuple[bool, str, float | None]:
-        """(whether it is over, the answer to the last message, that message's score or None)."""
+        """(whether it is over, the reply to the last message, that message's score or None)."""
         answered = await self._try(self._answer, messages)
         if isinstance(answered, _Failed):
             return False, f"Error when answering: {answered.told}", 0.0

@@ -1,4 +1,4 @@
-"""A teacher of grade school mathematics, who says whether an answer is right."""
+"""A teacher of grade school mathematics, that reports whether an answer is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A partner who says what a script says."""
+"""An interaction that follows a script."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Turn:
     """One turn of a script."""
 
     say: str = ""
-    """The answer; the conversation is over after the last turn."""
+    """The reply; the conversation is over after the last turn."""
     expect: str | None = None
     """A regular expression, to be found in what the policy said."""
     score: float = 0.0
@@ -34,7 +34,7 @@ class Turn:
 class ScriptedInteraction(BaseInteraction):
     """Goes through the `turns` of its config, or those of the row's `interaction_kwargs`.
 
-    Each is a mapping with `say`, `expect`, `score` and `otherwise`. The n-th answer of the policy
+    Each is a mapping with `say`, `expect`, `score` and `otherwise`. The n-th response of the policy
     is compared with the n-th of them, which is then said.
     """
 

@@ -1,4 +1,4 @@
-"""What a request is answered, whole or in the chunks of a stream, in the protocol of OpenAI."""
+"""The response to a request, whole or in the chunks of a stream, in the protocol of OpenAI."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StreamingText:
         self._told = 0
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that can be told now."""
+        """The text that can be sent now."""
         self._tokens += [token for token in tokens if token not in self._ends]
         known = self._model.text(self._tokens[self._begin : self._decoded])
         now = self._model.text(self._tokens[self._begin :])
@@ -45,13 +45,13 @@ class StreamingText:
         return self._tell(self._held + now[len(known) :])
 
     def rest(self, whole: str) -> str:
-        """What is left to tell, once it is known what was written in all."""
+        """The text that is left to send, once the whole is known."""
         return whole[self._told :]
 
     def _tell(self, text: str) -> str:
         ends = [text.find(stop) for stop in self._stops if stop in text]
         cut = min(ends) if ends else len(text) - self._doubtful(text)
-        # Behind a stop string nothing is told any more: the answer has ended.
+        # Nothing is sent behind a stop string: the response has ended.
         self._held = text[cut:]
         self._told += cut
         return text[:cut]
@@ -76,7 +76,7 @@ Json = dict[str, Any]
 
 
 class Answer:
-    """Builds the answer to one request."""
+    """Builds the response to one request."""
 
     def __init__(self, asked: Asked, model: ChatModel, parser: ToolParser) -> None:
         self.asked = asked
@@ -93,7 +93,7 @@ class Answer:
     # ---- whole
 
     def whole(self, completions: Sequence[Completion]) -> Json:
-        """The answer, once all of its samples are there."""
+        """The response, once all of its samples are there."""
         choices = [self._choice(index, each) for index, each in enumerate(completions)]
         kind = "chat.completion" if self._is_chat else "text_completion"
         answer = self._envelope(kind, choices) | {"usage": self.usage(completions)}
@@ -161,7 +161,7 @@ class Answer:
         return self._with_tokens(self._delta(index, delta), completion)
 
     def last_piece(self, index: int, completion: Completion) -> Json:
-        """The chunk that tells how a choice ended."""
+        """The chunk with the finish reason of a choice."""
         choice = self._delta(index, {}) if self._is_chat else self._piece(index, "")
         choice["finish_reason"] = self.finish_reason(index, completion)
         return self.chunk([choice])
@@ -187,12 +187,12 @@ class Answer:
     # ---- parts
 
     def text(self, index: int, completion: Completion) -> str:
-        """What was written, up to the string that ended it, or with that."""
+        """The text, up to the string that ended it, or with that."""
         params, keeps = self.asked.samples[index].params, self.asked.keeps_stop
         return written(completion, params, self.model, keeps_stop=keeps)
 
     def message(self, index: int, completion: Completion) -> Json:
-        """What the assistant said, with the calls of tools in it, if tools were given."""
+        """The assistant's message, with the tool calls in it, if tools were given."""
         if index not in self._messages:
             self._messages[index] = self._read(index, completion)
         return self._messages[index]

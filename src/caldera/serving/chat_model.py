@@ -1,4 +1,4 @@
-"""What a server must know of its model."""
+"""The facts of its model that a server needs."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class ChatModel:
     prompt_length: int
     """Tokens of a prompt at most."""
     response_length: int
-    """Tokens of an answer at most, and of one whose request does not say."""
+    """Tokens of a response at most, and of one whose request has no limit."""
     max_length: int
     """Tokens of both together at most."""
     answers_to_any_name: bool = False
     """Whether a request may name another model."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=1))
-    """What a request gets that does not say; its `max_tokens` and stop tokens are those above."""
+    """Defaults of a request; its `max_tokens` and stop tokens are those above."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template that a request may replace."""
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of a prompt at most, with room for an answer."""
+        """Tokens of a prompt at most, with room for a response."""
         return min(self.prompt_length, self.max_length - 1)
 
     @cached_property

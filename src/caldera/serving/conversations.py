@@ -1,8 +1,8 @@
-"""Prompts of chats, in which an answer that was sampled here keeps its tokens.
+"""Prompts of chats, in which a response that was sampled here keeps its tokens.
 
-What a client sends back is text. Encoded again it may become other tokens than the model chose, and
+A client sends back text. Encoded again it may become other tokens than the model chose, and
 the log-probs that were recorded would be of something that no prompt holds. So the tokens of every
-answer of a session are remembered, and put where a message repeats it.
+response of a session are remembered, and put where a message repeats it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RENDERING = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).param
 TAKEN = {"messages", *RENDERING} - {"documents", "kwargs"}
 """Arguments of a template's rendering that are none of the template's own."""
 FAILURES = (ArithmeticError, AttributeError, LookupError, RecursionError, ValueError)
-"""What the code of a template raises, beside its own errors, on what it was not written for."""
+"""Errors of a template's code, beside its own, on input that it was not written for."""
 
 
 @dataclass(frozen=True)
@@ -42,25 +42,25 @@ class Chat:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def keys(self) -> list[str]:
-        """What its beginnings are known by: that of no message, of one, of two, and so on."""
+        """The keys of its beginnings: that of no message, of one, of two, and so on."""
         keys = [_digest([self.tools, self.template_kwargs])]
         for message in self.messages:
             keys.append(_digest([keys[-1], _essence(message)]))
         return keys
 
     def key_with(self, answer: Message) -> str:
-        """What it is known by once the answer is part of it."""
+        """Its key once the response is part of it."""
         return _digest([self.keys()[-1], _essence(answer)])
 
 
 @dataclass
 class Sampled:
-    """The answers of a session."""
+    """The responses of a session."""
 
     grown: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
-    """Of a chat that ends with such an answer: (the prompt's tokens, the answer's)."""
+    """Of a chat that ends with such a response: (the prompt's tokens, the response's)."""
     answers: dict[str, list[int]] = field(default_factory=dict)
-    """An answer's tokens, by what it says."""
+    """A response's tokens, by its content."""
 
     def remember(self, chat: Chat, answer: Message, prompt: list[int], tokens: list[int]) -> None:
         self.grown[chat.key_with(answer)] = (prompt, tokens)
@@ -82,9 +82,9 @@ class ChatPrompts:
         """Why turns cannot be put behind tokens that are there; None: they can."""
 
     def tokens(self, chat: Chat, sampled: Sampled) -> tuple[list[int], int]:
-        """(The prompt of a chat, how many answers had to be encoded again for it).
+        """(The prompt of a chat, how many responses had to be encoded again for it).
 
-        It begins with the tokens of an earlier prompt and its answer, if the chat begins with them.
+        It begins with the tokens of an earlier prompt and its response if the chat does.
         """
         said = {
             place: tokens
@@ -110,7 +110,7 @@ class ChatPrompts:
         prompt: list[int],
         answer: list[int],
     ) -> tuple[list[int], int]:
-        """The tokens up to the answer at that place, and behind them all that follows it. What a
+        """The tokens up to the response at that place, and behind them all that follows it. What a
         template writes there does not depend on what was before."""
         rest = {later - place + 1: tokens for later, tokens in said.items() if later > place}
         messages = [QUESTION, chat.messages[place], *chat.messages[place + 1 :]]
@@ -135,7 +135,7 @@ class ChatPrompts:
     def _parts(
         self, messages: Sequence[Message], said: Mapping[int, list[int]], kwargs: Mapping[str, Any]
     ) -> tuple[list[str], dict[int, list[int]]]:
-        """(The text before, between and behind those answers, the answers that it shows)."""
+        """(The text before, between and behind those responses, the responses that it shows)."""
         nonce = uuid.uuid4().hex  # nobody has said it before
         marks = {place: f"{nonce}-{place}-" for place in sorted(said)}
         marked = [
@@ -165,7 +165,7 @@ class ChatPrompts:
         return text
 
     def _joined(self, parts: Sequence[str], answers: Sequence[list[int]]) -> list[int]:
-        """Answers, each with the part behind it; the end of a turn is not written twice."""
+        """Responses, each with the part behind it; the end of a turn is not written twice."""
         ids: list[int] = []
         for answer, part in zip(answers, parts, strict=True):
             following = tokenize_text(self._tokenizer, part)
@@ -233,7 +233,7 @@ def _calls(given: Any) -> list[dict[str, Any]]:
 
 
 def _essence(message: Message) -> Any:
-    """What makes two messages the same: of an answer, its text and the calls in it."""
+    """The identity of a message: of a response, its text and the calls in it."""
     if message.get("role") != "assistant":
         return message
     functions = [call["function"] for call in message.get("tool_calls", [])]

@@ -85,7 +85,7 @@ def error_reply(status: int, message: str) -> Reply:
 
 
 class HttpServer:
-    """Listens on a port of `host`, a free one unless named, and answers until it is closed."""
+    """Listens on a port of `host`, a free one unless named, and serves until it is closed."""
 
     def __init__(self, handle: Handler, host: str, port: int = 0) -> None:
         self._server = _make_server(handle)
@@ -109,7 +109,7 @@ class HttpServer:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Answer what has been asked, for some seconds, and end."""
+        """Finish pending requests, for some seconds, and end."""
         self._server.should_exit = True
         self._thread.join(2 * SECONDS_TO_END)
         self._socket.close()
@@ -172,13 +172,13 @@ def _make_server(handle: Handler) -> Any:
 
 
 async def _reply(handle: Handler, request: StarletteRequest) -> Reply | Stream:
-    """What there is to say to a request, whatever happens."""
+    """The response to a request, whatever happens."""
     asked = await _read(request)
     if isinstance(asked, Reply):
         return asked
     try:
         reply = await _unless_gone(_await(handle(asked)), request.receive)
-    except Exception as error:  # whoever asked hears of it, and the others go on
+    except Exception as error:  # the client gets it, and the others go on
         logger.exception("%s %s failed", asked.method, asked.path)
         return error_reply(500, f"{type(error).__name__}: {error}")
     return Reply(CLIENT_IS_GONE, b"") if reply is None else reply
@@ -211,7 +211,7 @@ async def _await(awaitable: Awaitable[T]) -> T:
 
 
 async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
-    """What the work returns; None if the client goes away first, and the work is cancelled."""
+    """The result of the work; None if the client goes away first, and the work is cancelled."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -229,12 +229,12 @@ async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T | No
 
 # ---- A connection to the HTTP server that ends if its client is too slow
 #
-# Uvicorn waits for ever for headers, bodies, and clients that do not take their answers. Only
+# Uvicorn waits for ever for headers, bodies, and clients that do not read their responses. Only
 # `http_server.py` imports this file, and only when a server starts: it needs uvicorn.
 
 
 class Phase(NamedTuple):
-    """What a client has to do next, of which request."""
+    """The client's next step, of which request."""
 
     part: str
     cycle: Any
@@ -337,7 +337,7 @@ class PatientProtocol(H11Protocol):
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, web.too_slow(phase.part))
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
-        """Answer in place of the application, and close when the client has had time to read."""
+        """Respond in place of the application, and close when the client has had time to read."""
         cycle = self.cycle
         is_open = cycle is not None and not cycle.response_complete
         if self.transport.is_closing() or (is_open and cycle.response_started):
@@ -362,7 +362,7 @@ class PatientProtocol(H11Protocol):
         self._timer = self.loop.call_later(web.SECONDS_TO_LINGER, self.transport.abort)
 
     def _trim(self) -> None:
-        """Once a large request is done with, and its answer is out."""
+        """Once a large request is done with, and its response is out."""
         if self._trims and not self.flow.write_paused:
             self._trims = False
             self.loop.call_soon(self.loop.run_in_executor, None, trim_heap)

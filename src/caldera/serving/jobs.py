@@ -50,7 +50,7 @@ class Job:
 
 
 class Jobs:
-    """Answers requests, whole or in streams."""
+    """Serves requests, whole or in streams."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Jobs:
         metrics: ServerMetrics,
         why_away: Callable[[], str | None],
     ) -> None:
-        """`why_away` says why requests are cut off, if it is known."""
+        """`why_away`: the reason why requests are cut off, if it is known."""
         self._sampler = sampler
         self._model = model
         self._recorder = recorder
@@ -68,7 +68,7 @@ class Jobs:
         self._why_away = why_away
 
     async def whole(self, job: Job) -> dict[str, Any]:
-        """The answer to a request that is not streamed."""
+        """The response to a request that is not streamed."""
         tasks = [asyncio.ensure_future(self._sampler.generate(each)) for each in job.samples]
         try:
             completions = await asyncio.gather(*tasks)
@@ -140,7 +140,7 @@ class Jobs:
     def _piece(
         self, answer: Answer, index: int, piece: Piece, text: StreamingText
     ) -> dict[str, Any] | None:
-        """The chunk of some tokens; None if there is nothing to tell of them yet."""
+        """The chunk of some tokens; None if there is nothing to send of them yet."""
         asked = answer.asked
         if asked.comes_whole:
             return None
@@ -159,7 +159,7 @@ class Jobs:
                 async with aclosing(self._sampler.stream(sample)) as pieces:
                     async for piece in pieces:
                         arrived.put_nowait((index, piece))
-            except Exception as error:  # noqa: BLE001 -- whoever waits for pieces raises it
+            except Exception as error:  # noqa: BLE001 -- the waiting reader of pieces raises it
                 arrived.put_nowait((index, error))
 
         listeners = [asyncio.create_task(listen(*each)) for each in enumerate(job.samples)]

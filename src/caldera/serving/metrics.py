@@ -79,25 +79,27 @@ class ServerMetrics:
         )
         self.running = Metric("requests_running", "gauge", "Requests that are being answered")
         self.read = Metric("prompt_tokens_total", "counter", "Tokens of prompts")
-        self.written = Metric("generated_tokens_total", "counter", "Tokens of answers")
+        self.written = Metric("generated_tokens_total", "counter", "Tokens of responses")
         self.malformed = Metric(
             "malformed_tool_calls_total", "counter", "Calls of tools that could not be read"
         )
         self.encoded_again = Metric(
             "answers_encoded_again_total",
             "counter",
-            "Sampled answers whose tokens the chat template did not let through",
+            "Sampled responses whose tokens the chat template did not let through",
         )
         self.sessions = Metric("sessions", "gauge", "Sessions that are kept")
         self.forgotten = Metric("sessions_forgotten_total", "counter", "Sessions not kept any more")
         self.version = Metric(
-            "weight_version", "gauge", "Version of the weights of the last answer"
+            "weight_version", "gauge", "Version of the weights of the last response"
         )
-        self.seconds = Histogram("request_seconds", "Time from a request to the end of its answer")
+        self.seconds = Histogram(
+            "request_seconds", "Time from a request to the end of its response"
+        )
         self.first = Histogram("first_token_seconds", "Time to the first token of a stream")
 
     def count(self, path: str, status: int) -> None:
-        """A request has its answer."""
+        """A request has its response."""
         self.requests.add(path=path, status=str(status))
         self.lost.add(status == FAILED)
 

@@ -1,4 +1,4 @@
-"""What a request asks for, in the protocol of OpenAI."""
+"""The fields of a request, in the protocol of OpenAI."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class BadField(DataError):
 
 @dataclass(frozen=True)
 class Asked:
-    """The prompts of a request, what is to be sampled for them, n answers each, in order, and
-    what the answer is to tell."""
+    """The prompts of a request, what is to be sampled for them, n responses each, in order, and
+    the contents of the response."""
 
     path: str
     prompts: list[list[int]]
@@ -99,19 +99,19 @@ class Asked:
     """At the end of a stream."""
     tells_tokens: bool
     finds_tools: bool
-    """Whether calls of tools are looked for in the answers."""
+    """Whether calls of tools are looked for in the responses."""
     keeps_stop: bool = False
-    """Whether the text of an answer has the stop string that ended it."""
+    """Whether the text of a response has the stop string that ended it."""
 
     @property
     def comes_whole(self) -> bool:
-        """Whether an answer is told only once it has ended, even in a stream: calls of tools and
+        """Whether a response is sent only once it has ended, even in a stream: calls of tools and
         the tokens that were likely, too, are not known before."""
         return self.finds_tools or any(sample.params.logprobs for sample in self.samples)
 
 
 def read_fields(path: str, body: bytes) -> Fields:
-    """The fields of a request, none of which is unknown; those that are null are left out."""
+    """The fields of a request, none of which is unknown, without nulls."""
     request = read_object(body)
     fields = {name: value for name, value in request.items() if value is not None}
     neutral = NEUTRAL[path]
@@ -137,7 +137,7 @@ def session_of(fields: Fields, headers: Mapping[str, str]) -> str | None:
 
 
 def tools_of(fields: Fields) -> list[dict[str, Any]]:
-    """The tools that the model is told of."""
+    """The tools of the prompt."""
     tools = fields.get("tools", [])
     if not isinstance(tools, list) or not all(map(_is_tool, tools)):
         function = "{'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
@@ -161,14 +161,14 @@ def read_request(
     seed: int | None,
     session: str | None,
 ) -> Asked:
-    """What is to be sampled; raises DataError where that cannot be.
+    """The sampling to do; raises DataError where it is impossible.
 
     A request without a seed gets this one; where that is None its prompt is the seed.
     """
     wants_log_probs, ranks = _log_probs(path, fields)
     choices = _whole(fields, "n", 1, 1, MOST_CHOICES)
     if len(prompts) * choices > MOST_ANSWERS:
-        takes = f"{len(prompts)} prompts; takes {MOST_ANSWERS} answers a request at most"
+        takes = f"{len(prompts)} prompts; takes {MOST_ANSWERS} responses a request at most"
         raise BadField("n", choices, takes)
     samples = []
     for number, tokens in enumerate(prompts):
@@ -311,7 +311,7 @@ def _stop_tokens(fields: Fields, model: ChatModel, ignores_eos: bool) -> set[int
     if not all(0 <= token < model.vocabulary for token in given):
         raise BadField(name, given, f"takes tokens from 0 to {model.vocabulary - 1}")
     if given and ignores_eos:
-        raise BadField(name, given, "no token ends an answer with ignore_eos=true")
+        raise BadField(name, given, "no token ends a response with ignore_eos=true")
     return set(given)
 
 
@@ -332,7 +332,7 @@ def _log_probs(path: str, fields: Fields) -> tuple[bool, int]:
             return False, 0
         return True, _whole(fields, "logprobs", 0, 0, MOST_LOG_PROBS)
     if not isinstance(given, bool):
-        raise BadField("logprobs", given, "takes true or false; top_logprobs says how many")
+        raise BadField("logprobs", given, "takes true or false; top_logprobs is the number")
     if not given and fields.get("top_logprobs"):
         raise BadField("top_logprobs", fields["top_logprobs"], "needs logprobs=true")
     return given, _whole(fields, "top_logprobs", 0, 0, MOST_LOG_PROBS)

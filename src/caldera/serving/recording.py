@@ -1,4 +1,4 @@
-"""What the sessions of a server sampled, token by token, and the trajectories that it makes."""
+"""The tokens that a server's sessions sampled, and the trajectories that it makes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NOT_SAMPLED = -1
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer to a request."""
+    """A response to a request."""
 
     request: int
-    """The request's number in its session; one that asked for n answers has n turns."""
+    """The request's number in its session; one that asked for n responses has n turns."""
     prompt_ids: list[int]
     response_ids: list[int]
     log_probs: list[float]
@@ -107,7 +107,7 @@ class Recorder:
     """The sessions of a server, for any thread to read."""
 
     def __init__(self, most_sessions: int | None = None, only_opened: bool = False) -> None:
-        """With more than `most_sessions`, those that were not used for longest are forgotten.
+        """With more than `most_sessions`, the least recently used are forgotten.
         `only_opened`: requests of sessions that nobody has opened are refused."""
         self._most = most_sessions
         self._only_opened = only_opened
@@ -152,7 +152,7 @@ class Recorder:
             return entry.requests, entry.sampled
 
     def add(self, session: str, turn: Turn) -> None:
-        """An answer; one of a session that was dropped meanwhile is dropped, too."""
+        """A response; one of a session that was dropped meanwhile is dropped, too."""
         with self._lock:
             if session in self._sessions:
                 self._sessions[session].turns.append(turn)
@@ -162,7 +162,7 @@ class Recorder:
             return list(self._sessions)
 
     def turns(self, session: str) -> list[Turn] | None:
-        """The answers of a session in the order in which they ended; None: there is none such."""
+        """The responses of a session in the order in which they ended; None: there is none such."""
         with self._lock:
             entry = self._sessions.get(session)
             return None if entry is None else list(entry.turns)

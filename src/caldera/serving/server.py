@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Account:
-    """What became of the requests of a server."""
+    """The outcomes of the requests of a server."""
 
     answered: int
     refused: int
@@ -80,9 +80,9 @@ class Account:
 
 
 class SessionServer:
-    """Serves a sampler that others may use, too, in a thread of its own.
+    """Serves a sampler that others may use, too, in a separate thread.
 
-    Stop strings need the rollout's `decode`. Whoever closes the sampler closes this first.
+    Stop strings need the rollout's `decode`. The owner of the sampler closes this first.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class SessionServer:
         restarts: Callable[[], int] = lambda: 0,
     ) -> None:
         """`seed` is the root of the seeds of requests that bring none, each of which gets another
-        one; None: their prompt is the seed. Port 0 is a free one. `restarts` says how often an
+        one; None: their prompt is the seed. Port 0 is a free one. `restarts` is how often an
         engine of the sampler's was started anew."""
         self.recorder = recorder or Recorder()
         self.metrics = ServerMetrics()
@@ -124,24 +124,24 @@ class SessionServer:
         return self._prompts.cannot_append
 
     def trajectories(self, session: str) -> list[Trajectory]:
-        """What was sampled in a session."""
+        """The turns of a session."""
         return self.recorder.trajectories(session)
 
     def turn_away(self, why: str) -> None:
-        """Answer new requests with status 503 from now on."""
+        """Refuse new requests with status 503 from now on."""
         self._away = why
 
     def accept(self) -> None:
-        """Answer requests again."""
+        """Accept requests again."""
         self._away = None
 
     def close(self, seconds: float = SECONDS_TO_FINISH) -> Account:
-        """Take no more requests, finish those in flight or, after some time, tell their clients
+        """Take no more requests, finish those in flight or, after some time, send their clients
         that they are cut off; then end."""
         self.turn_away("the server is shutting down")
         self._wait_for_requests(seconds)
         if self.metrics.running.total():
-            with suppress(RolloutError):  # a sampler that has ended has told whoever waited
+            with suppress(RolloutError):  # a sampler that has ended has raised in its callers
                 asyncio.run(self._sampler.abort())
             self._wait_for_requests(SECONDS_TO_REPORT)
         unanswered = self.metrics.running.total()
@@ -213,7 +213,7 @@ class SessionServer:
         return json_reply({"session": name, "requests": requests, "trajectories": made})
 
     async def _answer(self, path: str, request: Request) -> Reply | Stream:
-        """The request runs from here on; `Jobs.events` says when one in a stream has ended."""
+        """The request runs from here on; `Jobs.events` reports when one in a stream has ended."""
         metrics = self.metrics
         metrics.running.add()
         reply: Reply | Stream | None = None
@@ -244,7 +244,7 @@ class SessionServer:
             return json_reply(content, status)
 
     async def _take_in(self, path: str, request: Request) -> Job:
-        """What is asked for; raises if that cannot be answered."""
+        """The job of a request; raises if it is impossible."""
         began = time.monotonic()
         self._check_open()
         fields = await _beside(request, lambda: read_fields(path, request.body))
@@ -290,7 +290,7 @@ class SessionServer:
 
 
 async def _beside(request: Request, work: Callable[[], T]) -> T:
-    """What the work returns. That of a large request is done in a thread, since it may take
+    """The result of the work. That of a large request is done in a thread, since it may take
     seconds, and streams go on meanwhile."""
     return work() if len(request.body) <= SMALL_BYTES else await asyncio.to_thread(work)
 
