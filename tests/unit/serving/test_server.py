@@ -224,7 +224,7 @@ def test_calls_of_tools_in_a_stream(scripted: Serve) -> None:
          " characters: has more tokens than 767", None),
         (TEXT, {"prompt": ["z" * 2**20]}, 400, "a prompt of 1048576 characters: has more", None),
         (TEXT, {"prompt": [5] * 900}, 400, "a prompt of 900 tokens: takes from 1 to 767", None),
-        (TEXT, {"prompt": [[5]] * 99, "n": 128}, 400, "takes 2048 answers a request", "n"),
+        (TEXT, {"prompt": [[5]] * 99, "n": 128}, 400, "takes 2048 responses a request", "n"),
         (TEXT, {"prompt": [5] * 756, "max_tokens": 13}, 400, "max_tokens=13: takes", "max_tokens"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
          "takes {'type': 'text', ...}", None),
