@@ -293,13 +293,13 @@ def _check_trained(config: RolloutConfig, name: str, traits: SamplerTraits | Non
         raise UnsupportedError(f"{KEY}.name={name!r} is not part of this release; takes {trained}")
     if traits is not None and not traits.takes_weights:
         raise UnsupportedError(
-            f"{KEY}.name={name!r}: a server elsewhere does not take the weights that training "
+            f"{KEY}.name={name!r}: a remote server does not take the weights that training "
             f"makes; takes {trained}"
         )
     for key, value in {"url": config.remote.url, "model": config.remote.model}.items():
         if value is not None:
             raise UnsupportedError(
-                f"{KEY}.remote.{key}={value!r}: a server elsewhere cannot be trained"
+                f"{KEY}.remote.{key}={value!r}: a remote server cannot be trained"
             )
 
 

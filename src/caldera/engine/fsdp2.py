@@ -82,20 +82,20 @@ def cut_matrices(module: nn.Module, mesh: DeviceMesh) -> Cut:
         raise UnsupportedError(f"{KEY}={mesh.size()} with a LoRA adapter: takes 1")
     _check_heads(model.config, mesh.size())
     plan: dict[str, str] = dict(getattr(model.config, "base_model_tp_plan", None) or {})
-    trunk = model.base_model
-    prefix = f"{model.base_model_prefix}." if trunk is not model else ""
+    backbone = model.base_model
+    prefix = f"{model.base_model_prefix}." if backbone is not model else ""
     styles: dict[str, ParallelStyle] = {}
     inside: set[str] = set()
-    for name, part in trunk.named_modules():
+    for name, part in backbone.named_modules():
         style = STYLES.get(_planned(plan, name))
         if style is not None and isinstance(part, nn.Linear):
             styles[name] = style()
             inside.add(name.rpartition(".")[0])
     if not styles:
         raise UnsupportedError(f"{KEY}={mesh.size()}: {type(model).__name__} names no matrices")
-    parallelize_module(trunk, mesh, styles)
+    parallelize_module(backbone, mesh, styles)
     dimensions, partial = {}, set()
-    for name, parameter in trunk.named_parameters():
+    for name, parameter in backbone.named_parameters():
         if isinstance(parameter, DTensor):
             placement = parameter.placements[0]
             if placement.is_shard():

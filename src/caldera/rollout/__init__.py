@@ -1,6 +1,6 @@
 """Samplers: `native` (paged, continuous batching, any device), `hf` (transformers' generate),
-`vllm` and `sglang` (engines with their own copy of the model), `remote` (a remote server), and custom
-classes (`sampler_class`)."""
+`vllm` and `sglang` (engines with their own copy of the model), `remote` (a remote server), and
+custom classes (`sampler_class`)."""
 
 from __future__ import annotations
 
