@@ -56,6 +56,8 @@ def read_file(path: Path) -> Any:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete")
     try:
         return load_file(path, path)
+    except CheckpointError:  # it would run code
+        raise
     except DAMAGE as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 

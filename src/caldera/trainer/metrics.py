@@ -37,9 +37,21 @@ def rank_metrics(output: DataProto) -> dict[str, Any]:
     }
 
 
+def with_role(metrics: Metrics, output: DataProto) -> Metrics:
+    """The metrics with those of another role: processes of its own may have the highest peak."""
+    return metrics | {
+        name: max(value, metrics.get(name, value)) if _is_peak(name) else value
+        for name, value in rank_metrics(output).items()
+    }
+
+
+def _is_peak(name: str) -> bool:
+    return "memory" in re.split(r"[/_]", name)
+
+
 def _of_ranks(name: str, values: Sequence[float]) -> float:
     parts = re.split(r"[/_]", name)
-    if "memory" in parts or "max" in parts:
+    if _is_peak(name) or "max" in parts:
         return max(values)
     return min(values) if "min" in parts else sum(values) / len(values)
 

@@ -56,9 +56,10 @@ def root() -> nn.Module:
 
 
 def refused(mark: Path, name: str, work: Callable[[], object]) -> None:
-    with pytest.raises(CheckpointError, match=f"{name}.*would run as code.*{TRUST}=1"):
+    with pytest.raises(CheckpointError, match=f"{name}.*would run as code.*{TRUST}=1") as raised:
         work()
     assert not mark.exists()
+    assert "damaged" not in str(raised.value)
 
 
 def test_the_extra_state(folder: Path, mark: Path) -> None:

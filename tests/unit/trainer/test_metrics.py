@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from caldera.protocol import DataProto
-from caldera.trainer.metrics import marked_timer, rank_metrics, reduce_metrics
+from caldera.trainer.metrics import marked_timer, rank_metrics, reduce_metrics, with_role
 
 
 def test_reduce_metrics() -> None:
@@ -40,6 +40,18 @@ def test_of_ranks_the_mean_counts_but_of_peaks_the_highest() -> None:
         "actor/ratio_min": 0.25,
         "train/loss": 1.5,
         "train/lr": 0.5,
+    }
+
+
+def test_of_roles_the_highest_peak_counts() -> None:
+    metrics = {"perf/cpu_memory_used_gb": 5.0, "critic/lr": 1.0}
+    told = {"perf/cpu_memory_used_gb": [4.0, 2.0], "perf/max_memory_allocated_gb": [1.0, 3.0]}
+    output = DataProto(meta_info={"metrics": told | {"actor/lr": 0.5}})
+    assert with_role(metrics, output) == {
+        "perf/cpu_memory_used_gb": 5.0,
+        "perf/max_memory_allocated_gb": 3.0,
+        "critic/lr": 1.0,
+        "actor/lr": 0.5,
     }
 
 

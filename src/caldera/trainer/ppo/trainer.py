@@ -29,7 +29,7 @@ from caldera.single_controller import (
 from caldera.tracking import Generation
 from caldera.trainer.groups import MakeGroups
 from caldera.trainer.loop import TRAINERS, TrainingLoop
-from caldera.trainer.metrics import Metrics, marked_timer, rank_metrics
+from caldera.trainer.metrics import Metrics, marked_timer, rank_metrics, with_role
 from caldera.trainer.ppo.advantage import (
     apply_kl_penalty,
     compute_advantage,
@@ -298,10 +298,10 @@ class PPOTrainer(TrainingLoop):
             return
         if self.critic is not None:
             with marked_timer("update_critic", timing):
-                metrics |= rank_metrics(self.critic.update_critic(batch))
+                metrics |= with_role(metrics, self.critic.update_critic(batch))
         if self.config.trainer.critic_warmup <= self.global_steps:
             with marked_timer("update_actor", timing):
-                metrics |= rank_metrics(self.policy.update_actor(batch))
+                metrics |= with_role(metrics, self.policy.update_actor(batch))
         with marked_timer("update_weights", timing):
             self.policy.update_weights()
 
