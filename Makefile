@@ -9,6 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-ver
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 # Two files of tests at a time, each on one thread, in the order that tests/conftest.py gives them.
 PYTEST_TWICE := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
+QUICK := -m 'not gpu and not slow'
 TRITON := 3.9.0
 TRACKING_TESTS := tests/integration/test_tracking_backends.py tests/integration/test_trace_backends.py
 # docs/reference is written by scripts/write_reference.py.
@@ -17,8 +18,8 @@ MARKDOWN = $(shell git ls-files "*.md" ":!docs/reference")
 .DEFAULT_GOAL := help
 # The suites share two cores and one environment: never run them side by side.
 .NOTPARALLEL:
-.PHONY: help demo demo-smollm2 test check unit integration e2e ray megatron kernels tracking vllm \
-	sglang lint format clean
+.PHONY: help demo demo-smollm2 test check unit integration e2e slow ray megatron kernels tracking \
+	vllm sglang lint format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | \
@@ -30,38 +31,42 @@ demo: $(VENV)/.stamp-core ## Train a tiny model on this machine and watch it lea
 demo-smollm2: $(VENV)/.stamp-smollm2 ## The same with SmolLM2-135M, a real pretrained model
 	@$(BIN)/caldera demo --model smollm2
 
-test: lint unit integration e2e ## Lint and all tests but those of extras (about 25 minutes)
+test: lint $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 ## Lint and all tests but slow ones and those of extras (about 12 minutes)
+	$(PYTEST_TWICE) tests/unit tests/integration tests/e2e $(QUICK)
 
 check: lint unit ## The quick checks, before every commit
 
 unit: $(VENV)/.stamp-dev ## Unit tests
-	$(PYTEST_TWICE) tests/unit --timeout=60
+	$(PYTEST_TWICE) tests/unit $(QUICK)
 
 integration: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 ## Tests of several parts together, with real weights
-	$(PYTEST_TWICE) tests/integration --timeout=300
+	$(PYTEST_TWICE) tests/integration $(QUICK)
 
 e2e: $(VENV)/.stamp-dev ## Whole runs from the command line
-	$(PYTEST_TWICE) tests/e2e --timeout=600
+	$(PYTEST_TWICE) tests/e2e $(QUICK)
+
+slow: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 ## What those leave out: learning curves, whole matrices, the pages' commands
+	$(PYTEST_TWICE) tests/unit tests/integration tests/e2e -m 'slow and not gpu'
 
 ray: $(VENV)/.stamp-dev $(VENV)/.stamp-ray ## Tests of worker groups on a real Ray
-	RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 $(PYTEST_TWICE) tests/ray --timeout=300
+	RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 $(PYTEST_TWICE) tests/ray
 
 megatron: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-megatron ## Tests of strategy=megatron on CPU ranks
-	RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 $(PYTEST) tests/megatron --timeout=600
+	RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 $(PYTEST) tests/megatron
 
 kernels: $(VENV)/.stamp-dev .triton/.stamp ## Tests of Triton's kernels in its interpreter
-	PYTHONPATH=$(CURDIR)/.triton TRITON_INTERPRET=1 $(PYTEST_TWICE) tests/kernels --timeout=300
+	PYTHONPATH=$(CURDIR)/.triton TRITON_INTERPRET=1 $(PYTEST_TWICE) tests/kernels
 
 tracking: $(VENV)/.stamp-dev $(VENV)/.stamp-tracking .venv-loggers/.stamp ## Tests of loggers with their real libraries
-	$(PYTEST) $(TRACKING_TESTS) --timeout=120 -k 'not (mlflow or swanlab or clearml)'
-	HF_HUB_OFFLINE=1 .venv-loggers/bin/python -m pytest $(TRACKING_TESTS) --timeout=120 \
+	$(PYTEST) $(TRACKING_TESTS) -k 'not (mlflow or swanlab or clearml)'
+	HF_HUB_OFFLINE=1 .venv-loggers/bin/python -m pytest $(TRACKING_TESTS) \
 		-k 'mlflow or swanlab or clearml'
 
 vllm: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 $(VENV)/.stamp-tracking .venv-vllm/.stamp ## Tests of rollout.name=vllm on this CPU
-	CALDERA_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(PYTEST) tests/vllm --timeout=300
+	CALDERA_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(PYTEST) tests/vllm
 
 sglang: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 .venv-sglang/.stamp ## Tests of rollout.name=sglang on this CPU
-	CALDERA_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(PYTEST) tests/sglang --timeout=300
+	CALDERA_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(PYTEST) tests/sglang
 
 lint: $(VENV)/.stamp-dev ## Style, formatting, types, layering; a report of sizes; changes nothing
 	$(BIN)/ruff check .

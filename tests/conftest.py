@@ -35,6 +35,10 @@ LONG_FILES = (
     "ray/test_training.py",
 )  # fmt: skip
 
+TIMEOUTS_S = {"unit": 60, "e2e": 600, "megatron": 600}
+"""How long a test of a suite may take; of all others, `TIMEOUT_S`."""
+TIMEOUT_S = 300
+
 PROMPTS, ANSWERS = 25, 16  # of a step, and of each prompt
 HOLDING_SCORER = f"""
 import time
@@ -224,10 +228,14 @@ class Lab:
             assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files that take minutes come first: begun last, one would be left to one core."""
     order = {name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(order)))
+    if config.getoption("timeout") is None:
+        for item in items:
+            suite = item.path.relative_to(REPOSITORY / "tests").parts[0]
+            item.add_marker(pytest.mark.timeout(TIMEOUTS_S.get(suite, TIMEOUT_S)))
 
 
 @pytest.fixture(autouse=True)

@@ -105,7 +105,6 @@ def test_a_reward_model_teaches_a_policy(pairs: Pairs, tmp_path: Path) -> None:
     assert rows[-1]["critic/score/mean"] > rows[1]["critic/score/mean"] + 1
 
 
-@pytest.mark.slow
 def test_dpo_prefers_the_chosen_answers(pairs: Pairs, tmp_path: Path) -> None:
     rows = pairs.train(
         "dpo", tmp_path / "dpo", "optim.lr=2e-4", "trainer.total_training_steps=60",
@@ -121,7 +120,6 @@ def test_dpo_prefers_the_chosen_answers(pairs: Pairs, tmp_path: Path) -> None:
     assert told[-1]["val/chosen_reward"] > told[-1]["val/rejected_reward"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", ["rm", "dpo"])
 def test_a_run_goes_on_where_it_ended(pairs: Pairs, tmp_path: Path, command: str) -> None:
     """To the bit, the order of the pairs and the reference included."""

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 if TYPE_CHECKING:
     from tests.conftest import Lessons
 
-pytestmark = pytest.mark.slow
 STEPS = 8
 PATIENCE = 240.0  # seconds for a process to reach the place where it is killed
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
-import pytest
 from transformers import AutoModelForCausalLM
 
 from caldera.search_agent.retriever import BuildOptions, Index, RetrieverServer, build_index
@@ -92,7 +91,6 @@ def verl(lab: Lab, folder: Path, module: str, *arguments: str) -> subprocess.Com
     return bash(lab, folder, f"python3 -m {module}", *arguments)
 
 
-@pytest.mark.slow
 def test_ppo_and_the_model_merger(lab: Lab, tmp_path: Path) -> None:
     run_dir, model = tmp_path / "run", tmp_path / "model"
     arguments = ["trainer.save_freq=1", f"trainer.default_local_dir={run_dir}"]
@@ -111,7 +109,6 @@ def test_ppo_and_the_model_merger(lab: Lab, tmp_path: Path) -> None:
     assert "all are equal" in done.stdout
 
 
-@pytest.mark.slow
 def test_grpo_with_extensions_of_verls(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "extension.py").write_text(EXTENSION)
     (tmp_path / "scorer.py").write_text(SCORER)
@@ -135,7 +132,6 @@ def test_grpo_with_extensions_of_verls(lab: Lab, tmp_path: Path) -> None:
     assert last["val-aux/caldera/arithmetic/length/mean@1"] > 0
 
 
-@pytest.mark.slow
 def test_generation_and_evaluation(lab: Lab, tmp_path: Path) -> None:
     answers = tmp_path / "out.parquet"
     verl(
@@ -164,7 +160,6 @@ def test_generation_and_evaluation(lab: Lab, tmp_path: Path) -> None:
     assert "{'test_score/caldera/arithmetic': " in done.stdout
 
 
-@pytest.mark.slow
 def test_fine_tuning(lessons: Lessons, tmp_path: Path) -> None:
     more = ["trainer.logger=console", "trainer.total_training_steps=1"]
     arguments = lessons.overrides(tmp_path / "run", *more)
@@ -174,7 +169,6 @@ def test_fine_tuning(lessons: Lessons, tmp_path: Path) -> None:
     assert "  use_dynamic_bsz: true\n" in shown.stdout  # as in the file of later releases
 
 
-@pytest.mark.slow
 def test_tools_on_ranks_that_share_sequences(lab: Lab, tmp_path: Path) -> None:
     """Several turns with a sandbox for code, clip-higher, Ulysses, no KL."""
     variables = talkative_model(tmp_path)
@@ -191,7 +185,6 @@ def test_tools_on_ranks_that_share_sequences(lab: Lab, tmp_path: Path) -> None:
     assert told["num_turns/max"] > 3 and "actor/grad_norm" in told
 
 
-@pytest.mark.slow
 def test_the_search_agent(lab: Lab, tmp_path: Path) -> None:
     variables = talkative_model(tmp_path)
     corpus = tmp_path / "corpus.jsonl"
@@ -217,7 +210,6 @@ def test_the_search_agent(lab: Lab, tmp_path: Path) -> None:
     assert 0 < told["state_tokens/coverage"] < 1
 
 
-@pytest.mark.slow
 def test_what_a_script_is_migrated_to_runs_as_the_script_does(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(SCRIPT)
     theirs = metrics(bash(lab, tmp_path, "bash run.sh"))

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-
 if TYPE_CHECKING:
     from tests.conftest import Lab
 
@@ -36,7 +34,6 @@ LOOPS = """
 """
 
 
-@pytest.mark.slow
 def test_two_steps_of_training(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "loops.yaml").write_text(LOOPS.format(file=tmp_path / "agent.py"))

@@ -24,13 +24,12 @@ from transformers import (
 )
 
 from caldera.cli import main
-from caldera.commands import merging as merge_files
+from caldera.commands import merging
 from caldera.config import ModelConfig
 from caldera.engine.checkpoints import save_classic, save_distributed
 from caldera.models.forward import base_module
 from caldera.models.loading import build_reward_model
 from caldera.single_controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
-from caldera.trainer import merge as merging
 
 sys.path.append(str(Path(__file__).parent))  # the processes of a group get it too
 
@@ -292,7 +291,7 @@ def test_a_model_whose_files_have_other_names(tmp_path: Path) -> None:
 def test_large_models_are_several_files(tmp_path: Path, monkeypatch: Any) -> None:
     model = build()
     source = checkpoint(model, tmp_path / "actor")
-    monkeypatch.setattr(merge_files.write_weights, "__defaults__", (20_000,))
+    monkeypatch.setattr(merging.write_weights, "__defaults__", (20_000,))
     out = tmp_path / "model"
     assert run("--local-dir", source, "--target-dir", out) == 0
     files = sorted(path.name for path in out.glob("*.safetensors"))

@@ -13,7 +13,7 @@ from caldera.protocol import DataProto
 from caldera.reward import AnswerFormats, NaiveRewardManager
 from caldera.reward_score import default_compute_score
 from caldera.reward_score.predictions import FORMATS
-from caldera.trainer.ppo.validation import Answers
+from caldera.trainer.ppo.validation import Responses
 
 WRITTEN = {
     "boxed": r"so it is $\boxed{42}$.",
@@ -106,7 +106,7 @@ def test_a_custom_function_may_read_anything() -> None:
 
 
 def test_answers_that_agents_scored_are_not_looked_at() -> None:
-    answers = Answers()
+    answers = Responses()
     tokenizer = build_tokenizer()
     tensors = {
         "prompts": torch.ones(2, 1, dtype=torch.long),
