@@ -31,7 +31,7 @@ LOSS_AGG_MODES = (
 @dataclass
 class PolicyLossConfig(ConfigGroup):
     loss_mode: str = "vanilla"
-    """Name of the policy loss, or `file.py:function` for one's own."""
+    """Name of the policy loss, or `file.py:function` of a custom one."""
     clip_cov_ratio: float = option(0.0002, minimum=0, maximum=1, unit="share of tokens")
     """clip_cov: tokens that are taken out of the loss."""
     clip_cov_lb: float = 1.0

@@ -28,7 +28,7 @@ class KLControlConfig(ConfigGroup):
 @dataclass
 class RolloutCorrectionConfig:
     preset: str | None = None
-    """A named choice of the keys below, for those that are left at their defaults."""
+    """A named choice of the keys below, for keys at their defaults."""
     rollout_is: str | None = option(None, choices=("token", "sequence"))
     """Weigh the loss by train over rollout probability, a token or a sequence; null: not."""
     rollout_is_threshold: Any = 2.0
@@ -64,9 +64,9 @@ class StateMaskingConfig:
 @dataclass
 class FilterGroupsConfig(ConfigGroup):
     enable: bool = False
-    """Keep only prompts whose answers differ in `metric`, and sample on until there are enough."""
+    """Keep only prompts whose responses differ in `metric`, and sample until there are enough."""
     metric: str | None = None
-    """Value by which answers are compared: acc, score, seq_reward or seq_final_reward."""
+    """Value by which responses are compared: acc, score, seq_reward or seq_final_reward."""
     max_num_gen_batches: int = option(0, minimum=0, unit="batches")
     """Most batches that are sampled for one step; 0: no limit."""
     max_inflight_gen_batches: int = refused(1, "one batch is sampled at a time")
@@ -79,7 +79,7 @@ class AlgorithmConfig(ConfigGroup):
     lam: float = option(1.0, minimum=0, maximum=1)
     """GAE's trade-off of bias and variance."""
     adv_estimator: str = "gae"
-    """Name of the advantage estimator, or `file.py:function` for one's own."""
+    """Name of the advantage estimator, or `file.py:function` of a custom one."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide GRPO's advantages by the group's standard deviation; false: Dr.GRPO."""
     use_kl_in_reward: bool = False
@@ -92,7 +92,7 @@ class AlgorithmConfig(ConfigGroup):
     state_masking: StateMaskingConfig = nested(StateMaskingConfig)
     no_think_rl: bool = refused(False, "what the policy thinks is trained like all that it says")
     use_pf_ppo: bool = False
-    """Draw the samples of a batch anew by their scores, after GAE."""
+    """Resample the batch by its scores, after GAE."""
     pf_ppo: PfPpoConfig = nested(PfPpoConfig)
     gdpo_reward_keys: list[str] | None = None
     """gdpo: the scorer's values that are normalised one by one."""

@@ -27,7 +27,7 @@ class CustomClassConfig(ConfigGroup):
 @dataclass
 class SamplerConfig(ConfigGroup):
     class_path: str | None = None
-    """File, `file://` or `pkg://` that holds one's own sampler, such as a curriculum."""
+    """File, `file://` or `pkg://` of a custom sampler, such as a curriculum."""
     class_name: str | None = None
     """Name of the sampler's class."""
 
@@ -58,7 +58,7 @@ class DataConfig(ConfigGroup):
     max_prompt_length: int = option(512, minimum=1, unit="tokens")
     """Most tokens of a prompt."""
     max_response_length: int = option(512, minimum=1, unit="tokens")
-    """Most tokens of an answer."""
+    """Most tokens of a response."""
     max_start_length: int | None = option(None, minimum=1, unit="tokens")
     """With do_search: most tokens of a prompt; null: max_prompt_length."""
     max_obs_length: int = option(512, minimum=1, unit="tokens")

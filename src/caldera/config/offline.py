@@ -1,4 +1,4 @@
-"""The configurations of generating answers to a file, and of scoring such a file."""
+"""The configurations of generating responses to a file, and of scoring such a file."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class GenerationRolloutConfig(StopKeys, PenaltyKeys, SamplerKeys):
     prompt_length: int = option(1536, minimum=1, unit="tokens")
     """Most tokens of a prompt."""
     response_length: int = option(512, minimum=1, unit="tokens")
-    """Most tokens of an answer."""
+    """Most tokens of a response."""
     ignore_eos: bool = False
     """Go on to the full length whatever is sampled."""
 
@@ -213,17 +213,17 @@ def resolve_generation(config: GenerationConfig, gpus: int) -> list[str]:
 @dataclass
 class EvaluationDataConfig:
     path: str | None = None
-    """Parquet file with answers. Required."""
+    """Parquet file with responses. Required."""
     prompt_key: str = "prompt"
     """Column with the chat messages."""
     response_key: str = "responses"
-    """Column with the answers."""
+    """Column with the responses."""
     data_source_key: str = "data_source"
     """Column that picks the scorer."""
     reward_model_key: str = "reward_model"
     """Column with the ground truth."""
     compare_path: str | None = None
-    """A second file with answers to the same prompts, to compare the first with; null: none."""
+    """A second file with responses to the same prompts, to compare the first with; null: none."""
 
 
 @dataclass
@@ -231,13 +231,13 @@ class EvaluationRunConfig:
     num_workers: int | None = option(None, minimum=1, unit="processes")
     """Processes that score; null: one a core."""
     timeout: float | None = option(300.0, minimum=0.001, unit="seconds")
-    """Time that one answer's score may take; then it has failed. null: no limit."""
+    """Time limit of scoring one response; then it has failed. null: no limit."""
     pass_score: float = 1.0
-    """An answer passes with this score or more; what counts is `acc` where the scorer gives it."""
+    """A response passes with this score or more, by `acc` where the scorer returns it."""
     output_dir: str | None = None
     """Folder for NAME.evaluation.json and NAME.evaluation.html; null: that of data.path."""
     shown_answers: int = option(200, minimum=0, unit="answers")
-    """Failing answers on the page."""
+    """Failing responses on the page."""
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The configuration of reward models and of direct preference optimisation.
 
-Both extend that of supervised training: a sample is a pair of answers to the same prompt.
+Both extend that of supervised training: a sample is a pair of responses to the same prompt.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class PreferenceDataConfig(SFTDataConfig):
     prompt_key: str = "prompt"
     """Column with the prompt: text, or messages."""
     chosen_key: str = "chosen"
-    """Column with the preferred answer: text, or a message, perhaps after those of the prompt."""
+    """Column with the preferred response: text, or a message, perhaps after those of the prompt."""
     rejected_key: str = "rejected"
-    """Column with the other answer."""
+    """Column with the rejected response."""
     prompt_dict_keys: list[str] | None = refused(None, PAIRS)
     response_key: str = refused("answer", PAIRS)
     response_dict_keys: list[str] | None = refused(None, PAIRS)
@@ -80,7 +80,7 @@ class DPOConfig:
     label_smoothing: float = option(0.0, minimum=0, maximum=0.5, unit="share of pairs")
     """With `sigmoid`: the share of pairs whose preference is taken to be the wrong way round."""
     reference_free: bool = False
-    """Take a reference that finds all answers equally likely, instead of the model at the start."""
+    """Assume a uniform reference, instead of the model at the start."""
 
 
 @dataclass

@@ -117,7 +117,7 @@ class GlobalTorchMemoryConfig:
     context: str = option("all", choices=("all", "alloc", "state"))
     """Which events have a stack."""
     stacks: str = option("all", choices=("all", "python"))
-    """Frames of a stack: those of C++ too, or Python's alone."""
+    """Frames of a stack: those of C++ too, or only Python's."""
     kw_args: dict[str, Any] = mapping()
     """Further arguments of torch.cuda.memory._record_memory_history."""
 

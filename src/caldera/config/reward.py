@@ -48,8 +48,8 @@ class RewardFSDPConfig:
 @dataclass
 class RewardModelModelConfig:
     input_tokenizer: str | None = II("actor_rollout_ref.model.path")
-    """Tokenizer of the answers. Where the one in `path` differs, the reward model reads the
-    conversation rendered anew by its own chat template; null: it reads the actor's tokens."""
+    """Tokenizer of the responses. Where the one in `path` differs, the reward model reads the
+    conversation rendered again by its own chat template; null: it reads the actor's tokens."""
     path: str | None = "~/models/FsfairX-LLaMA3-RM-v0.1"
     """Folder or hub name of the reward model: a sequence classifier of one label, or, with
     `rollout.name=native`, a language model (of an architecture that ends in ForCausalLM)."""
@@ -92,11 +92,11 @@ class RewardRolloutConfig(BatchingKeys):
     expert_parallel_size: int = refused(1, WHOLE_ON_EACH_RANK)
     tensor_model_parallel_size: int = refused(2, WHOLE_ON_EACH_RANK, met=(1,))
     max_num_batched_tokens: int = option(8192, minimum=1, unit="tokens")
-    """Tokens of the sequences that are scored together, a longer one alone; of a language model,
-    those that one forward pass takes."""
+    """Tokens of the sequences that are scored together, a longer one by itself; of a language
+    model, tokens of a forward pass."""
     max_model_len: int | None = option(None, minimum=1, unit="tokens")
     """Longest sequence that is scored; null: as long as the model takes. Of a language model,
-    prompt and answer together; null: prompt_length + response_length, or what the model takes."""
+    prompt and response together; null: prompt_length + response_length, or the model's limit."""
     max_num_seqs: int = option(1024, minimum=1, unit="sequences")
     """Sequences that are scored, or written, together at most."""
     load_format: str = refused("auto", NO_SERVER_OPTION)
@@ -107,7 +107,7 @@ class RewardRolloutConfig(BatchingKeys):
     prompt_length: int = option(2048, minimum=1, unit="tokens")
     """Language models: longest prompt of a request."""
     response_length: int = option(2048, minimum=1, unit="tokens")
-    """Language models: longest answer to a request, and that of one that does not say."""
+    """Language models: longest response to a request, and the default of `max_tokens`."""
 
 
 @dataclass
@@ -129,13 +129,13 @@ class SandboxFusionConfig(ConfigGroup):
 @dataclass
 class RewardModelConfig(ConfigGroup):
     enable: bool = False
-    """Score answers with a model."""
+    """Score responses with a model."""
     enable_resource_pool: bool = False
-    """Give the reward model devices of its own; else it shares those of the other models."""
+    """Give the reward model separate devices; else it shares those of the other models."""
     n_gpus_per_node: int = option(8, minimum=1, unit="devices")
-    """Devices a node of its own, where it has any."""
+    """Devices per node of its pool, where it has one."""
     nnodes: int = option(0, minimum=0, unit="nodes")
-    """Nodes of its own, where it has any."""
+    """Nodes of its pool, where it has one."""
     strategy: str = option("fsdp", choices=STRATEGIES)
     """Engine of the reward model."""
     worker_class: str | None = None
@@ -217,7 +217,7 @@ class RewardManagerModuleConfig:
 @dataclass
 class RewardManagerConfig(ConfigGroup):
     source: str = option("register", choices=("register", "importlib"))
-    """Where the manager comes from: a registered name, or a class in one's own file."""
+    """Where the manager comes from: a registered name, or a class in a custom file."""
     name: str = II("reward_model.reward_manager")
     """Name of the manager."""
     module: RewardManagerModuleConfig = nested(RewardManagerModuleConfig)
@@ -230,7 +230,7 @@ class RewardConfig(ConfigGroup):
     timeout: float | None = option(300.0, minimum=0.001, unit="seconds")
     """How long a call of the score function may take; null: for ever."""
     streaming: bool = True
-    """Score each answer as soon as it is sampled, while others still are; false: all after that."""
+    """Score each response as soon as it is sampled, during sampling; false: all afterwards."""
     num_workers: int | None = option(
         II("reward_model.num_workers"), minimum=1, unit="threads or processes"
     )

@@ -61,17 +61,17 @@ class MultiTurnConfig:
     enable: bool = False
     """Sample by agent loops, even if all rows ask for the one of a single turn."""
     max_assistant_turns: int | None = option(None, minimum=1, unit="turns")
-    """Most answers of a trajectory; null: as many as the response has room for."""
+    """Most turns of the policy in a trajectory; null: as many as the response has room for."""
     max_user_turns: int | None = option(None, minimum=1, unit="turns")
-    """Most times that tools or an interaction answer; null: as above."""
+    """Most turns of tools and interactions in a trajectory; null: as above."""
     tool_config_path: str | None = None
     """YAML file of the tools."""
     function_tool_path: str | None = None
     """Python file or module whose functions with @function_tool are tools."""
     max_parallel_calls: int = option(1, minimum=1, unit="calls")
-    """Calls of one answer that are run, at the same time."""
+    """Tool calls of one turn that are run, in parallel."""
     max_tool_response_length: int = option(256, minimum=1, unit="characters")
-    """Most that a tool tells the model; the rest is cut."""
+    """Longest tool response; the rest is cut."""
     tool_response_truncate_side: str = option("middle", choices=("left", "middle", "right"))
     """What is kept then: left the head, right the tail, middle half of each."""
     interaction_config_path: str | None = None
@@ -101,9 +101,9 @@ class AgentConfig:
     num_workers: int = refused(8, "trajectories are tasks in the processes that sample")
     default_agent_loop: str = "single_turn_agent"
     """Loop of rows that have no agent_name: single_turn_agent, tool_agent, react_agent,
-    search_agent, or one of your own."""
+    search_agent, or a custom one."""
     agent_loop_config_path: str | None = None
-    """YAML file of loops of your own."""
+    """YAML file of custom loops."""
     max_concurrent: int | None = option(None, minimum=1, unit="trajectories a process")
     """Trajectories that run at the same time; null: all of the batch."""
     custom_async_server: CustomServerConfig = nested(CustomServerConfig)
@@ -124,7 +124,7 @@ class TraceConfig:
     token2text: bool = False
     """Write tokens as text, too."""
     max_samples_per_step_per_worker: int | None = option(None, minimum=0, unit="samples")
-    """Traced answers of each process in a step, and in a validation; null: all."""
+    """Traced responses of each process in a step, and in a validation; null: all."""
     project_name: str | None = None
     """What the back end calls the project; null: trainer.project_name."""
     experiment_name: str | None = None
@@ -154,7 +154,7 @@ class NativeRolloutConfig:
 @dataclass
 class RolloutConfig(StopKeys, PenaltyKeys, SamplerKeys):
     mode: str = option("async", choices=("sync", "async"))
-    """How the trainer waits. A sample depends on its seed alone, so both give the same ones."""
+    """How the trainer waits. A sample depends only on its seed, so both give the same ones."""
     temperature: float = option(1.0, minimum=0)
     """Divisor of the logits in sampling and in training log-probs."""
     top_k: int = option(-1, minimum=-1, unit="tokens")
@@ -168,7 +168,7 @@ class RolloutConfig(StopKeys, PenaltyKeys, SamplerKeys):
     prompt_length: int = option(II("data.max_prompt_length"), minimum=1, unit="tokens")
     """Width of the padded prompts."""
     response_length: int = option(II("data.max_response_length"), minimum=1, unit="tokens")
-    """Most tokens of an answer."""
+    """Most tokens of a response."""
     ignore_eos: bool = False
     """Go on to the full length whatever is sampled."""
     enforce_eager: bool = False

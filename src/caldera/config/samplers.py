@@ -161,11 +161,11 @@ class BatchingKeys(ConfigGroup):
     enable_chunked_prefill: bool = False
     """Run prompts in pieces beside the decoding, which whole ones interrupt on CUDA. Not for hf."""
     enable_prefix_caching: bool = False
-    """Keep the cache of ended requests for those that begin alike. Not for hf."""
+    """Keep the cache of ended requests for requests with the same prefix. Not for hf."""
     max_num_batched_tokens: int = option(8192, minimum=1, unit="tokens")
     """Tokens that one forward pass takes: of whole prompts, or of all that it runs if chunked."""
     max_model_len: int | None = option(None, minimum=1, unit="tokens")
-    """Most tokens of prompt and answer together; null: prompt_length + response_length."""
+    """Most tokens of prompt and response together; null: prompt_length + response_length."""
     max_num_seqs: int = option(256, minimum=1, unit="sequences")
     """Sequences that are decoded at the same time; others wait."""
 
@@ -192,7 +192,7 @@ class SamplerKeys(BatchingKeys):
     """vLLM and SGLang: ranks of a node whose devices one engine uses; in a run of one process,
     devices of those that it sees."""
     engine_python: str | None = None
-    """Python that has vLLM or SGLang, which then runs in a process of its own; null: this one."""
+    """Python that has vLLM or SGLang, which then runs as a subprocess; null: this one."""
     engine_kwargs: dict[str, Any] = mapping()
     """Further arguments of vLLM (EngineArgs) or SGLang (Engine)."""
     remote: RemoteConfig = nested(RemoteConfig)
@@ -216,22 +216,22 @@ class PenaltyKeys(ConfigGroup):
     """Only tokens of at least this share of the most likely one's probability may be drawn; 0:
     all."""
     repetition_penalty: float = option(1.0, minimum=0)
-    """Logits of tokens that prompt or answer have are divided by it, or multiplied if negative; 1:
+    """Logits of tokens in prompt or response are divided by it, or multiplied if negative; 1:
     none."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the answer has; 0: none."""
+    """Subtracted from the logits of tokens in the response; 0: none."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logit of a token as often as the answer has it; 0: none."""
+    """Subtracted from the logit of a token once per occurrence in the response; 0: none."""
 
 
 @dataclass
 class StopKeys(ConfigGroup):
     stop_token_ids: list[int] | None = None
-    """Tokens that end an answer beside the model's end tokens. They stay in the answer, and are
+    """Tokens that end a response beside the model's end tokens. They stay in the response, and are
     trained."""
     stop: list[str] | None = None
-    """Strings that end an answer. The token that completes one is the answer's last, so the text of
-    the string stays in the answer, and is trained."""
+    """Strings that end a response. The token that completes one is the response's last, so the text
+    of the string stays in the response, and is trained."""
 
 
 # ---- Their checks

@@ -35,7 +35,7 @@ class ServeRolloutConfig(SamplerKeys):
     gpu_memory_utilization: float = option(0.9, minimum=0, maximum=1, unit="share of memory")
     """Memory of the GPU that weights and cache may fill."""
     max_model_len: int | None = option(None, minimum=2, unit="tokens")
-    """Most tokens of prompt and answer together; null: as many as the model was made for."""
+    """Most tokens of prompt and completion together; null: the model's limit."""
     logprobs_mode: str | None = option(None, choices=("processed_logprobs", "raw_logprobs"))
     """Log-probs of samples after temperature and filters, or before; null: before, as other servers
     tell them, and as the server of rollout.name=remote does there."""
