@@ -66,6 +66,28 @@ def test_custom_keys_reach_a_score_function(lab: Lab, files: Path, tmp_path: Pat
     assert short["critic/score/mean"] < long["critic/score/mean"] == 1
 
 
+ESTIMATOR = """
+def estimate(token_level_rewards, response_mask, values, reward_baselines):
+    lead = token_level_rewards.sum(-1, keepdim=True) - reward_baselines[:, None]
+    return (lead - values) * response_mask, lead * response_mask
+
+estimate.needs = {"critic", "greedy_baseline"}
+"""
+
+
+def test_an_estimator_gets_what_it_needs(lab: Lab, tmp_path: Path) -> None:
+    """A critic, and the rewards of greedy responses; without the critic it is refused."""
+    file = tmp_path / "estimator.py"
+    file.write_text(ESTIMATOR, encoding="utf-8")
+    run = (f"algorithm.adv_estimator={file}:estimate", "trainer.total_training_steps=1")
+    critic = f"critic.model.path={lab.model}"
+    (row,) = lab.train(tmp_path / "run", *run, critic)
+    assert "critic/vf_loss" in row
+    assert "timing_s/gen_max" in row
+    with pytest.raises(AssertionError, match=r"critic.enable=False.*:estimate needs the critic"):
+        lab.train(tmp_path / "refused", *run, critic, "critic.enable=False")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [

@@ -27,7 +27,7 @@ from caldera.config.strategies import model_parallel_size, roles, sequence_paral
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.models.loading import DTYPES, shape_of_classifier, shape_of_policy
 from caldera.rollout.native.parallel.sharding import check_sizes, planned_layers
-from caldera.trainer.main_ppo import check_responses
+from caldera.trainer.ppo.advantage import check_algorithm
 
 # ---- How one step cuts its batch: prompts, samples, mini-batches, micro-batches, optimiser steps
 
@@ -250,7 +250,7 @@ def make_plan(config: PPOTrainerConfig, memory: int) -> Plan:
 
 
 def _check_planned(config: PPOTrainerConfig) -> None:
-    check_responses(config)
+    check_algorithm(config)
     for role in roles(config).values():
         if role.is_needed and role.is_megatron:
             raise UnsupportedError(

@@ -6,6 +6,7 @@ from caldera.config.actor import ActorConfig, RefConfig
 from caldera.config.algorithm import AlgorithmConfig, KLControlConfig
 from caldera.config.critic import CriticConfig
 from caldera.config.data import DataConfig
+from caldera.config.estimators import needs_critic, needs_reference
 from caldera.config.loader import (
     CONFIG_DIR,
     compose_config,
@@ -18,7 +19,6 @@ from caldera.config.loader import (
 from caldera.config.machine import resolve_for_machine, uses_ray
 from caldera.config.megatron import MegatronConfig
 from caldera.config.model import CriticModelConfig, ModelConfig
-from caldera.config.needs import needs_critic, needs_reference
 from caldera.config.optim import CheckpointConfig, FSDPConfig, OptimizerConfig
 from caldera.config.ppo import ActorRolloutRefConfig, PPOTrainerConfig
 from caldera.config.reference import SHORT_PROFILE, annotated_yaml, help_text

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from caldera.config.needs import needs_critic, needs_reference
+from caldera.config.estimators import needs_critic, needs_reference
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.config.samplers import check_sampling_devices
 from caldera.config.strategies import (

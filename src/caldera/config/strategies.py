@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from caldera.config.estimators import needs_critic, needs_reference
 from caldera.config.fields import default_in, shown, walk
 from caldera.config.megatron import (
     LAYOUT_KEYS,
@@ -13,7 +14,6 @@ from caldera.config.megatron import (
     OPTIMIZER_OVERRIDES,
     MegatronConfig,
 )
-from caldera.config.needs import needs_critic, needs_reference
 from caldera.config.optim import OptimizerConfig
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.errors import ConfigError, UnsupportedError

@@ -9,6 +9,7 @@ from caldera.config.actor import ActorConfig
 from caldera.config.algorithm import RolloutCorrectionConfig
 from caldera.config.batches import check_batches
 from caldera.config.critic import CriticConfig
+from caldera.config.estimators import check_estimator
 from caldera.config.fields import as_list, check_console_metrics, shown
 from caldera.config.machine import memories
 from caldera.config.optim import CONTENTS, CheckpointConfig, FSDPConfig
@@ -73,10 +74,6 @@ def _check_required(config: PPOTrainerConfig) -> None:
     for key, value in required.items():
         if not value:
             raise ConfigError(f"{key} is required: give {key}=...")
-    if config.algorithm.adv_estimator == "gae" and config.critic.enable is False:
-        raise ConfigError(
-            "critic.enable=False (or critic=null): algorithm.adv_estimator=gae needs the critic"
-        )
     if config.trainer.resume_mode == "resume_path" and not config.trainer.resume_from_path:
         raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=...")
 
@@ -176,28 +173,8 @@ def _check_sampling(config: PPOTrainerConfig) -> None:
 
 
 def _check_algorithm(config: PPOTrainerConfig) -> None:
-    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-    estimator = algorithm.adv_estimator
-    if "optimal_token_baseline" in estimator and not actor.calculate_sum_pi_squared:
-        raise ConfigError(
-            f"algorithm.adv_estimator={estimator!r} needs "
-            "actor_rollout_ref.actor.calculate_sum_pi_squared=True"
-        )
-    if "optimal_token_baseline" in estimator and algorithm.rollout_correction.bypass_mode:
-        raise ConfigError(
-            f"algorithm.adv_estimator={estimator!r} needs the trainer's own log-probs, which "
-            "algorithm.rollout_correction.bypass_mode=True leaves out"
-        )
-    if estimator == "gdpo" and not algorithm.gdpo_reward_keys:
-        raise ConfigError(
-            "algorithm.adv_estimator='gdpo' needs algorithm.gdpo_reward_keys=[...]: the names of "
-            "the scorer's values"
-        )
-    if algorithm.use_pf_ppo and estimator != "gae":
-        raise ConfigError(
-            f"algorithm.use_pf_ppo=True goes with algorithm.adv_estimator=gae, not {estimator!r}"
-        )
-    groups = algorithm.filter_groups
+    check_estimator(config)
+    groups = config.algorithm.filter_groups
     if groups.enable and not groups.metric:
         raise ConfigError(
             "algorithm.filter_groups.enable=True needs algorithm.filter_groups.metric: acc, "

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from caldera.config import PPOTrainerConfig, load_config
+from caldera.config.estimators import check_group_size
 from caldera.trainer.entry import ConfigCommand
 
 TRAIN = ConfigCommand(
@@ -42,8 +43,6 @@ def check_responses(config: PPOTrainerConfig) -> None:
     """Raise where one response a prompt is sampled for an estimator that compares several."""
     if config.actor_rollout_ref.rollout.n > 1 or config.trainer.val_only:
         return
-    from caldera.core_algos import check_group_size  # torch takes seconds to import
-
     check_group_size(config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n)
 
 

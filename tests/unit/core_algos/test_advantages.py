@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from caldera.config import estimators
 from caldera.config.algorithm import AlgorithmConfig
 from caldera.core_algos import (
     ADV_ESTIMATORS,
@@ -294,6 +296,29 @@ class TestRegistry:
         assert advantages.tolist() == [[0.0, 0.5], [0.0, 0.0]]
         advantages, _ = estimate_advantages("greedy_copy", inputs, AlgorithmConfig())
         assert advantages.tolist() == [[-1.0, 0.0], [-2.0, -2.0]]
+
+    def test_registration_declares_needs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ADV_ESTIMATORS, "_items", dict(ADV_ESTIMATORS._items))
+        monkeypatch.setattr(estimators, "ESTIMATOR_NEEDS", dict(estimators.ESTIMATOR_NEEDS))
+
+        def lone(token_level_rewards: Tensor) -> tuple[Tensor, Tensor]:
+            return token_level_rewards, token_level_rewards
+
+        register_adv_est("in_groups", needs={"groups"})(lone)
+        assert estimators.needs_of("in_groups") == {"groups"}
+        with pytest.raises(ConfigError, match=r"rollout.n=1: .*='in_groups' compares"):
+            estimators.check_group_size("in_groups", 1)
+        with pytest.raises(ConfigError, match="needs 'group': takes some of critic, greedy_base"):
+            register_adv_est("misspelled", needs={"group"})(lone)
+
+    def test_needs_stand_for_every_built_in_estimator(self) -> None:
+        assert set(estimators.AdvantageEstimator) <= estimators.ESTIMATOR_NEEDS.keys()
+        for name in estimators.AdvantageEstimator:
+            taken = inspect.signature(ADV_ESTIMATORS[name]).parameters
+            needs = estimators.needs_of(name)
+            assert ("critic" in needs) == ("values" in taken)
+            assert ("greedy_baseline" in needs) == ("reward_baselines" in taken)
+            assert ("sum_pi_squared" in needs) == ("sum_pi_squared" in taken)
 
     def test_unknown_and_taken_names(self) -> None:
         with pytest.raises(RegistryError, match=r"'grop'; did you mean 'grpo'\? \(known: gae, "):

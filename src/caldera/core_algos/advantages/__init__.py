@@ -8,12 +8,11 @@ Every registered estimator is called in one way, by `estimate_advantages`: with 
 
 from __future__ import annotations
 
+from caldera.config.estimators import AdvantageEstimator
 from caldera.core_algos.advantages.base import (
     ADV_ESTIMATORS,
-    AdvantageEstimator,
     AdvantageEstimatorFn,
     AdvantageInputs,
-    check_group_size,
     estimate_advantages,
     get_adv_estimator_fn,
     register_adv_est,
@@ -47,7 +46,6 @@ __all__ = [
     "AdvantageEstimator",
     "AdvantageEstimatorFn",
     "AdvantageInputs",
-    "check_group_size",
     "compute_gae_advantage_return",
     "compute_gdpo_outcome_advantage",
     "compute_gpg_outcome_advantage",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from enum import Enum, StrEnum
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from caldera.config.estimators import AdvantageEstimator, declare_needs, needs_of
 from caldera.errors import CalderaError, ConfigError, ProtocolError
 from caldera.registry import Registry
 
@@ -22,54 +23,26 @@ AdvantageEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
 Uids = np.ndarray[Any, Any] | Sequence[Hashable] | Tensor
 
 ADV_ESTIMATORS: Registry[AdvantageEstimatorFn] = Registry("algorithm.adv_estimator")
-_GROUP_RELATIVE: set[str] = set()
-"""Names of estimators whose baseline is made of the other responses to the same prompt."""
-
-
-class AdvantageEstimator(StrEnum):
-    """The estimators that come with Caldera: values of `algorithm.adv_estimator`."""
-
-    GAE = "gae"
-    GRPO = "grpo"
-    GRPO_VECTORIZED = "grpo_vectorized"
-    GRPO_PASSK = "grpo_passk"
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    REMAX = "remax"
-    RLOO = "rloo"
-    RLOO_VECTORIZED = "rloo_vectorized"
-    OPO = "opo"
-    GPG = "gpg"
-    MAXRL = "maxrl"
-    GDPO = "gdpo"
-    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
-    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
 
 
 def register_adv_est(
-    name: str | Enum, needs_group: bool = False
+    name: str | Enum, needs: Collection[str] = ()
 ) -> Callable[[AdvantageEstimatorFn], AdvantageEstimatorFn]:
     """Decorate an estimator to make it a value of `algorithm.adv_estimator`.
 
-    `needs_group`: its baseline comes from the other responses to the same prompt, so a run with
-    `rollout.n=1` is refused.
+    `needs` are some of `caldera.config.estimators.NEEDS`, such as "critic" or "groups", which the
+    run then has. Those of the estimators that come with Caldera stand there.
     """
-    if needs_group:
-        _GROUP_RELATIVE.add(_plain(name))
-    return ADV_ESTIMATORS.register(_plain(name))
+    plain = _plain(name)
 
+    def register(estimator: AdvantageEstimatorFn) -> AdvantageEstimatorFn:
+        ADV_ESTIMATORS.register(plain)(estimator)
+        if plain not in list(AdvantageEstimator):
+            declare_needs(plain, needs)
+        estimator.needs = needs_of(plain)  # type: ignore[attr-defined]  # for other names of it
+        return estimator
 
-def check_group_size(name: str | Enum, n: int) -> None:
-    """Raise unless `n` responses a prompt are enough for the estimator."""
-    if n > 1 or _plain(name) not in _GROUP_RELATIVE:
-        return
-    others = [other for other in ADV_ESTIMATORS if other not in _GROUP_RELATIVE]
-    raise ConfigError(
-        f"actor_rollout_ref.rollout.n={n}: algorithm.adv_estimator={_plain(name)!r} compares the "
-        "responses to one prompt, and one response has nothing to be compared with; takes 2 or "
-        "more, such as actor_rollout_ref.rollout.n=8, or an estimator that needs no group: "
-        f"{', '.join(others)}"
-    )
+    return register
 
 
 def get_adv_estimator_fn(name: str | Enum) -> AdvantageEstimatorFn:
@@ -107,7 +80,7 @@ _ORIGINS: dict[str, tuple[type[CalderaError], str]] = {
     "reward_baselines": (
         ConfigError,
         "reward_baselines, the scores of greedy responses: the trainer samples these when"
-        " algorithm.adv_estimator='remax'",
+        " algorithm.adv_estimator='remax', or an estimator that needs 'greedy_baseline'",
     ),
     "sum_pi_squared": (
         ConfigError,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from caldera.core_algos.advantages.base import AdvantageEstimator, register_adv_est
+from caldera.config.estimators import AdvantageEstimator
+from caldera.core_algos.advantages.base import register_adv_est
 from caldera.core_algos.advantages.tokens import (
     KeptTokens,
     Moments,

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from caldera.core_algos.advantages.base import AdvantageEstimator, Uids, register_adv_est
+from caldera.config.estimators import AdvantageEstimator
+from caldera.core_algos.advantages.base import Uids, register_adv_est
 from caldera.core_algos.advantages.tokens import count_tokens, spread, sum_scores, whiten_responses
 from caldera.errors import ConfigError, ProtocolError, RewardError
 
@@ -85,8 +86,8 @@ class Groups:
 EPSILON = 1e-6
 
 
-@register_adv_est(AdvantageEstimator.GRPO_VECTORIZED, needs_group=True)
-@register_adv_est(AdvantageEstimator.GRPO, needs_group=True)
+@register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
+@register_adv_est(AdvantageEstimator.GRPO)
 @torch.no_grad()
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)
@@ -117,7 +118,7 @@ def relative_to_group(scores: Tensor, groups: Groups, normalise: bool, epsilon: 
     return centred / (groups.std(scores)[groups.ids] + epsilon) if normalise else centred
 
 
-@register_adv_est(AdvantageEstimator.GRPO_PASSK, needs_group=True)
+@register_adv_est(AdvantageEstimator.GRPO_PASSK)
 @torch.no_grad()
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)
@@ -146,7 +147,7 @@ def compute_grpo_passk_outcome_advantage(
     return _on_tokens(advantages, token_level_rewards, response_mask)
 
 
-@register_adv_est(AdvantageEstimator.RLOO, needs_group=True)
+@register_adv_est(AdvantageEstimator.RLOO)
 @torch.no_grad()
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)
@@ -161,7 +162,7 @@ def compute_rloo_outcome_advantage(
     return _on_tokens(advantages, token_level_rewards, response_mask)
 
 
-@register_adv_est(AdvantageEstimator.RLOO_VECTORIZED, needs_group=True)
+@register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
 @torch.no_grad()
 def compute_rloo_vectorized_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)
@@ -181,7 +182,7 @@ def _leave_one_out(scores: Tensor, groups: Groups) -> Tensor:
     return factors[groups.ids] * (scores - groups.mean(scores)[groups.ids])
 
 
-@register_adv_est(AdvantageEstimator.OPO, needs_group=True)
+@register_adv_est(AdvantageEstimator.OPO)
 @torch.no_grad()
 def compute_opo_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)
@@ -198,7 +199,7 @@ def compute_opo_outcome_advantage(
     return _on_tokens(advantages, token_level_rewards, response_mask)
 
 
-@register_adv_est(AdvantageEstimator.GPG, needs_group=True)
+@register_adv_est(AdvantageEstimator.GPG)
 @torch.no_grad()
 def compute_gpg_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)
@@ -214,7 +215,7 @@ def compute_gpg_outcome_advantage(
     return _on_tokens(advantages, token_level_rewards, response_mask)
 
 
-@register_adv_est(AdvantageEstimator.MAXRL, needs_group=True)
+@register_adv_est(AdvantageEstimator.MAXRL)
 @torch.no_grad()
 def compute_maxrl_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)
@@ -258,7 +259,7 @@ def _on_tokens(advantages: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tenso
 Columns = Mapping[str, np.ndarray[Any, Any]]
 
 
-@register_adv_est(AdvantageEstimator.GDPO, needs_group=True)
+@register_adv_est(AdvantageEstimator.GDPO)
 @torch.no_grad()
 def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from caldera.core_algos.advantages.base import AdvantageEstimator, Uids, register_adv_est
+from caldera.config.estimators import AdvantageEstimator
+from caldera.core_algos.advantages.base import Uids, register_adv_est
 from caldera.core_algos.advantages.gae import reverse_scan
 from caldera.core_algos.advantages.group_relative import Groups
 from caldera.core_algos.advantages.tokens import (
@@ -50,7 +51,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     return whiten_in_place(returns.clone(), mask, Moments(*moments)), returns
 
 
-@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE, needs_group=True)
+@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
 @torch.no_grad()
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor,  # (B, R)
@@ -97,7 +98,7 @@ def compute_remax_outcome_advantage(
 _EPSILON = 1e-8
 
 
-@register_adv_est(AdvantageEstimator.OPTIMAL_TOKEN_BASELINE, needs_group=True)
+@register_adv_est(AdvantageEstimator.OPTIMAL_TOKEN_BASELINE)
 @torch.no_grad()
 def compute_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,  # (B, R), as are all tensors here
@@ -126,7 +127,7 @@ def compute_optimal_token_baseline_advantage(
     return _less_optimal_baseline(trajectories, index, epsilon, packed=False)
 
 
-@register_adv_est(AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE, needs_group=True)
+@register_adv_est(AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE)
 @torch.no_grad()
 def compute_tir_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,  # (B, R), as are all tensors here

@@ -9,6 +9,14 @@ from torch import Tensor
 
 from caldera import core_algos
 from caldera.config import AlgorithmConfig, PPOTrainerConfig
+from caldera.config.batches import check_batches
+from caldera.config.estimators import (
+    PAIRS,
+    AdvantageEstimator,
+    check_estimator,
+    declare_needs,
+    needs_of,
+)
 from caldera.core_algos import (
     ADV_ESTIMATORS,
     POLICY_LOSSES,
@@ -31,13 +39,17 @@ Metrics = dict[str, float]
 
 
 def check_algorithm(config: PPOTrainerConfig) -> None:
-    """Raise unless estimator and loss are known, and the estimator can work with `rollout.n`.
+    """Raise unless estimator and loss are known, and the run has what the estimator needs.
 
     Not part of the config's own checks: modules of the user's may register either.
     """
-    estimator = config.algorithm.adv_estimator
-    registered_or_own(ADV_ESTIMATORS, estimator)
+    name = config.algorithm.adv_estimator
+    estimator = registered_or_own(ADV_ESTIMATORS, name)
     registered_or_own(POLICY_LOSSES, config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    if name not in list(AdvantageEstimator):  # the config's checks did not know what it needs
+        declare_needs(name, getattr(estimator, "needs", ()))
+        check_estimator(config)
+        check_batches(config)
     check_responses(config)
 
 
@@ -49,7 +61,7 @@ def rewarded_part(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataPro
     rows = rows_with_reward(batch)
     if rows.all():
         return batch, rows
-    if algorithm.adv_estimator == "grpo_passk":  # there is no lead over nobody
+    if PAIRS in needs_of(algorithm.adv_estimator):  # there is no lead over nobody
         uids = batch.non_tensor_batch["uid"]
         responses = Counter(uids[rows.numpy()])
         rows &= torch.tensor([responses[uid] > 1 for uid in uids])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from caldera.config import PPOTrainerConfig, uses_ray
+from caldera.config.estimators import REWARD_KEYS, needs_of
 from caldera.data import object_array
 from caldera.errors import RewardError
 from caldera.protocol import DataProto, tensors_of
@@ -193,7 +194,8 @@ def waited_for_rewards(responses: DataProto, timing: dict[str, float]) -> None:
 
 def _components(config: PPOTrainerConfig) -> Sequence[str]:
     algorithm = config.algorithm
-    return algorithm.gdpo_reward_keys or () if algorithm.adv_estimator == "gdpo" else ()
+    has_keys = REWARD_KEYS in needs_of(algorithm.adv_estimator)
+    return algorithm.gdpo_reward_keys or () if has_keys else ()
 
 
 def _check_components(extras: Extras, config: PPOTrainerConfig) -> None:

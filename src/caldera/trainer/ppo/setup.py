@@ -121,13 +121,13 @@ class TaskRunner:
         """A trainer whose workers are still to be made."""
         check_loggers(config.trainer.logger)
         check_folders(config)
-        check_models(config)
         disable_progress_bar()  # of transformers, in loading and saving: it would tear our own
         seed_everything(config.actor_rollout_ref.rollout.seed)
         model, data = config.actor_rollout_ref.model, config.data
         import_external(model, "actor_rollout_ref.model")  # it may register estimators and losses
         trainer_class = chosen_class(TRAINERS, config.trainer.class_, PPOTrainer, "trainer.class")
         check_algorithm(config)
+        check_models(config)
         rollout = config.actor_rollout_ref.rollout
         check_rollout(rollout, sampler_class(rollout.sampler).traits)
         reward_model = config.reward_model

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from caldera.config import PPOTrainerConfig, needs_critic, needs_reference
+from caldera.config.estimators import GREEDY_BASELINE, needs_of
 from caldera.core_algos import agg_loss, get_kl_controller
 from caldera.data import Batch, FixedLoader, StatefulLoader
 from caldera.protocol import DataProto, tensors_of
@@ -234,7 +235,7 @@ class PPOTrainer(TrainingLoop):
         """Sample n responses a prompt.
 
         Adds uid, prompts, responses, input_ids, attention_mask, position_ids, response_mask and
-        rollout_log_probs; for ReMax also reward_baselines.
+        rollout_log_probs; for estimators that need a greedy baseline also reward_baselines.
         """
         rollout = self.config.actor_rollout_ref.rollout
         place: tuple[int | str, ...] = ("train", self.global_steps)
@@ -245,7 +246,7 @@ class PPOTrainer(TrainingLoop):
         with marked_timer("gen", timing):
             responses = self.policy.generate_sequences(prompts)
         waited_for_rewards(check_loops(batch, responses), timing)
-        if self.config.algorithm.adv_estimator == "remax":
+        if GREEDY_BASELINE in needs_of(self.config.algorithm.adv_estimator):
             with marked_timer("gen_max", timing):
                 tensors_of(responses)["reward_baselines"] = self._greedy_rewards(prompts, batch)
         return batch.union(with_agent_columns(responses))
