@@ -194,7 +194,7 @@ def test_those_who_find_a_dead_server_at_once_start_one(tmp_path: Path) -> None:
         ({}, None, "either a 'command' or a 'url'"),
         (STDIO, [], "tool_selected_list=.* must be a list of names"),
         (STDIO, "add", "tool_selected_list='add' must be a list of names"),
-        ({"command": sys.executable, "args": ["-c", NO_TOOLS]}, None, "does not tell its tools"),
+        ({"command": sys.executable, "args": ["-c", NO_TOOLS]}, None, "does not list its tools"),
     ],
 )
 def test_mistakes_are_named_before_the_run_starts(
@@ -211,7 +211,7 @@ def test_a_server_that_says_nothing_is_ended(
     started = tmp_path / "started"
     code = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     silent = {"command": sys.executable, "args": ["-c", code]}
-    with pytest.raises(ConfigError, match=r"mcpServers\.tests: no answer in 1 s"):
+    with pytest.raises(ConfigError, match=r"mcpServers\.tests: no response in 1 s"):
         load_tools(written(tmp_path, silent, None))
     with pytest.raises(ProcessLookupError):
         os.kill(int(started.read_text()), 0)

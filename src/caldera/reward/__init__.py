@@ -1,4 +1,4 @@
-"""From generated answers to rewards: reward managers and the user's own score functions."""
+"""From responses to rewards: reward managers and custom score functions."""
 
 from __future__ import annotations
 

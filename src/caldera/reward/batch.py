@@ -27,7 +27,7 @@ class BatchRewardManager(NaiveRewardManager):
     """
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | RewardResult:
-        return super().__call__(data, return_dict)  # of its own: it knows whole batches alone
+        return super().__call__(data, return_dict)  # a separate batch: it knows whole batches alone
 
     def keywords(self) -> list[str]:
         named = ["data_sources", "solution_strs", "ground_truths", "extra_infos"]

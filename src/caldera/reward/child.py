@@ -1,4 +1,4 @@
-"""What runs in a process of the prime and remote managers: one call of the function at a time."""
+"""The process of the prime and remote managers: one call of the function at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ READY = b"ready"
 
 
 def serve_calls(connection: Connection, function: bytes) -> None:
-    """Say `READY`, then answer calls: (True, what it returned) or (False, a CalderaError).
+    """Send `READY`, then serve calls: (True, the return value) or (False, a CalderaError).
 
     The function runs in the main thread, where it may use signals. Another listens, so that the
     process ends with the one that started it, whatever the function does.

@@ -36,7 +36,7 @@ class OverlongPenalty:
     """Whether the penalty of every sample is recorded."""
 
     def reward(self, length: int) -> float:
-        """What a response of `length` tokens loses, as a number that is at most 0."""
+        """The penalty of a response of `length` tokens, at most 0."""
         exceeding = length - (self.max_length - self.buffer)
         return -exceeding / self.buffer * self.factor if exceeding > 0 else 0.0
 

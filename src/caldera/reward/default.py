@@ -24,12 +24,12 @@ RUN_ASSERTS = """
 exec({asserts!r}, globals())
 print({mark!r})
 """
-"""What follows a program whose asserts have to run beside it: they are not part of its source, so
+"""Appended to a program whose asserts have to run beside it: they are not part of its source, so
 that a mistake in its last line stays its own."""
 
 
 def default_score_function(config: SandboxFusionConfig) -> ScoreFunction:
-    """Scores by data source, with programs where `reward_model.sandbox_fusion` says."""
+    """Scores by data source, with programs where `reward_model.sandbox_fusion` puts them."""
     if config.url is not None:
         _client(config.url, config.max_concurrent, config.memory_limit_mb)  # a bad URL ends here
     return partial(score_by_data_source, sandbox=config)
@@ -48,7 +48,7 @@ def score_by_data_source(
     sandbox: SandboxFusionConfig | None = None,
     **kwargs: Any,
 ) -> Score:
-    """What `default_compute_score` says, with code problems tested in a sandbox.
+    """`default_compute_score`, with code problems tested in a sandbox.
 
     It is the server's that `sandbox` names; without a URL, this machine's own.
     """
@@ -59,14 +59,14 @@ def score_by_data_source(
 
 
 def _run_tests(config: SandboxFusionConfig, programs: Sequence[Program]) -> Iterator[ProgramResult]:
-    """One by one, since whoever reads may stop at the first that fails."""
+    """One by one, since the caller may stop at the first that fails."""
     if config.url is not None:
         client = _client(config.url, config.max_concurrent, config.memory_limit_mb)
         run = partial(_run_on_server, client)
     else:
         run = partial(_run_here, _sandbox(config.max_concurrent, config.memory_limit_mb))
     for program in programs:
-        # Programs of other answers may come first, and each program has a time limit of its own.
+        # Programs of other responses may come first, and each program has its own time limit.
         with in_a_queue() as count:
             outcome = run(program)
             count(outcome.seconds)

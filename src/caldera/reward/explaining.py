@@ -1,4 +1,4 @@
-"""What a score function raised or returned, in a line."""
+"""The exception or the return value of a score function, in a line."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def explain(error: BaseException) -> str:
     """One line: what a score function raised, and where in the user's own code."""
     try:
         frames = own_frames(error) or list(traceback.extract_tb(error.__traceback__))
-    except Exception:  # noqa: BLE001 -- an exception of the user's may have attributes of its own
+    except Exception:  # noqa: BLE001 -- an exception of the user's may have custom attributes
         frames = []
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"the score function raised {in_words(error)}{where}"
 
 
 def in_words(error: BaseException) -> str:
-    """One line: the kind of an error, and what it says."""
+    """One line: the kind of an error, and its message."""
     said = shown(error, str)
     return f"{_kind(error)}: {said}" if said else _kind(error)
 

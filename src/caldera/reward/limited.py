@@ -45,7 +45,7 @@ class RateLimiter:
 
     def admit(self) -> None:
         """Return when the next request may be sent."""
-        with self._lock:  # whoever comes first is served first
+        with self._lock:  # first come, first served
             while self._wait() > 0:
                 self._sleep(self._wait())
             if self._most < math.inf:

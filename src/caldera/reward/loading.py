@@ -73,7 +73,7 @@ def load_reward_manager(
     A manager with an argument `max_resp_len`, `reward_keys` or `reward_weights` gets
     `data.max_response_length`, `algorithm.gdpo_reward_keys` or `algorithm.gdpo_reward_weights`
     there, unless `reward_kwargs` say otherwise. Where there is a server of reward models, it
-    scores, or a function of the user's own does, which is told address and tokenizer.
+    scores, or a custom function does, which gets address and tokenizer.
     """
     manager_class = _manager_class(config.reward_manager)
     own_function = get_custom_reward_fn(config.custom_reward_function, config.custom)

@@ -62,7 +62,7 @@ class RewardResult(TypedDict):
     reward_tensor: torch.Tensor  # (B, R)
     reward_extra_info: dict[str, list[Any]]
     """One item a sample under every key; None for a sample whose scorer did not give the key. Where
-    a sample could not be scored, `reward_state` and `reward_error` say so of every sample."""
+    a sample could not be scored, `reward_state` and `reward_error` have the reason."""
 
 
 class RewardManager(Protocol):
@@ -83,7 +83,7 @@ def compute_reward(
 ) -> tuple[torch.Tensor, dict[str, list[Any]]]:
     """The reward of every response token (B, R), and what else the scorers said of each sample.
 
-    A sample that could not be scored has rewards of 0, and a `reward_state` that says so.
+    A sample that could not be scored has rewards of 0, and a `reward_state` with the reason.
     """
     kind = type(inspect.unwrap(reward_fn))  # of the manager itself
     with nullcontext() if _is_ours(kind) else no_exit():
@@ -179,10 +179,10 @@ class NaiveRewardManager:
         return Pending(sample, self._scoring.submit(self._arguments(data, sample), sample.name))
 
     def outcome(self, pending: Pending) -> Outcome:
-        """What has become of a sample. Raises what is a mistake of the run's."""
+        """The outcome of a sample. Raises mistakes of the run's."""
         if (error := pending.future.exception()) is not None:
             return failure(error)
-        with no_exit():  # what was returned may be of a class with methods of its own
+        with no_exit():  # the value may be of a class with custom methods
             judged = attempt(self._judged, pending)
         if (error := judged.exception()) is not None:
             return failure(error)

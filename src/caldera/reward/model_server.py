@@ -1,7 +1,7 @@
-"""Reward models behind HTTP servers: the score function that asks one, and what others are told.
+"""Reward models behind HTTP servers: the score function that asks one, and their addresses.
 
 A classifier is asked with the conversation, in the words of its own chat template. A generative
-model is asked by a score function of the user's own, which is told the address.
+model is asked by a custom score function, which gets the address.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_IN_FLIGHT = 64
 
 
 class RouterUrl(str):
-    """The address of the run's own router, in the place of those that are behind it."""
+    """The address of the run's own router, in place of the servers behind it."""
 
 
 class RewardModelClient:
@@ -69,7 +69,7 @@ class RewardModelClient:
         self._model = model
         self._tokenizer = tokenizer
         self._max_length = max_length
-        # A run's own router is not beyond a proxy, whatever the environment says.
+        # A run's own router is not beyond a proxy, whatever the environment has.
         self._client = JsonClient(by_proxy=not isinstance(url, RouterUrl))
         # Its threads do not keep the process from ending.
         self._requests = ThreadScoring(self._post, None, MAX_IN_FLIGHT)
@@ -155,7 +155,7 @@ def served_score(config: RewardModelConfig) -> ServedScore:
 
 
 def server_arguments(config: RewardModelConfig) -> dict[str, Callable[[], Any]]:
-    """What score functions and managers of the user's own may ask for, each when it is asked for.
+    """Arguments that custom score functions and managers may take, each made when it is taken.
 
     Without a server both are None.
     """

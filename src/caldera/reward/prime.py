@@ -1,4 +1,4 @@
-"""Score functions in processes of their own, which can be ended."""
+"""Score functions in subprocesses, which can be ended."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["PrimeRewardManager", "ProcessScoring", "RemoteRewardManager"]
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_START = 300.0  # in which the file of a function has been run
-SLOW_PROCESSES = 16  # beyond those of the workers: each has memory of its own
+SLOW_PROCESSES = 16  # beyond those of the workers: each has separate memory
 SECONDS_TO_DIE = 5.0  # between the end of a connection and that of its process
 
 
@@ -155,7 +155,7 @@ class _Child:
         self._connection.close()
 
     def death(self) -> str:
-        """How a process has ended that does not answer any more."""
+        """The end of a process that does not reply any more."""
         self._process.join(SECONDS_TO_DIE)
         status = self._process.exitcode
         self.end()

@@ -32,7 +32,7 @@ STATE_KEY, ERROR_KEY = "reward_state", "reward_error"
 SHOWN_RESPONSE_CHARACTERS = 200  # of a response, in an error message
 LONGEST_TRACED = 10_000  # characters of an exception that is logged with its traceback
 
-# What rollouts and agent loops know about a sample, and its name in the scorer's `extra_info`.
+# Columns of rollouts and agent loops about a sample, and their names in the scorer's `extra_info`.
 ROLLOUT_COLUMNS = {
     "__num_turns__": "num_turns",
     "reward_scores": "rollout_reward_scores",
@@ -43,7 +43,7 @@ ROLLOUT_COLUMNS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a sample: its score, or why it has none (the score is then 0)."""
+    """The outcome of a sample: its score, or why it has none (the score is then 0)."""
 
     score: float = 0.0
     extras: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Sample:
 
     @property
     def name(self) -> str:
-        """What stands for it in messages: its row may be one of a part of the batch."""
+        """Its name in messages: its row may be one of a part of the batch."""
         return f"row {self.row}" if self.uid is None else f"uid {self.uid}"
 
     def error(self, problem: str) -> RewardError:
@@ -208,7 +208,7 @@ def _as_float(value: float) -> float | None:
 def failure(error: BaseException) -> Outcome:
     """The outcome of a sample whose scoring raised this, if it is not a mistake of the run's.
 
-    A `RewardError` tells that something could not be scored. Any other error of Caldera's own says
+    A `RewardError` reports an unscored sample. Any other error of Caldera's own says
     that the data or the configuration cannot be used, which no other sample will change.
     """
     if isinstance(error, CallTimeout):

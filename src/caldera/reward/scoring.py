@@ -1,7 +1,7 @@
 """Calls of score functions, one a sample: many at once, none of them for ever.
 
-A `Scoring` takes one call at a time and answers with a future. Whoever has a whole batch submits
-all of its samples and waits; whoever has a sampler submits each sample when it is there.
+A `Scoring` takes one call at a time and returns a future. A caller with a whole batch submits
+all of its samples and waits; a caller with a sampler submits each sample when it is there.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[A
     future: Future[Any] = Future()
     try:
         future.set_result(function(*args, **kwargs))
-    except BaseException as error:  # noqa: BLE001 -- the future tells of it
+    except BaseException as error:  # noqa: BLE001 -- the future raises it
         future.set_exception(error)
     return future
 
@@ -112,7 +112,7 @@ _run_time: ContextVar[RunTime | None] = ContextVar("run time of the call", defau
 @contextmanager
 def in_a_queue() -> Iterator[Callable[[float], None]]:
     """The time in here does not count towards the limit of the call that this thread is in: what is
-    done has a limit of its own, and may have to wait for its turn first. Gives a function that
+    done has a separate limit, and may have to wait for its turn first. Gives a function that
     takes the seconds that were no wait, which do count."""
     clock = _run_time.get() or RunTime()
     if clock.is_over:
@@ -148,7 +148,7 @@ class _Call:
         """Whether another thread has taken the place of the one that it is in."""
 
     def settle(self, done: Future[Any]) -> None:
-        """Answer with what has come."""
+        """Set the result."""
         with suppress(InvalidStateError):  # it was too late
             if done.cancelled():
                 self.future.set_exception(asyncio.CancelledError())
@@ -174,7 +174,7 @@ class _Call:
         return True
 
     def expire(self, seconds: float) -> bool:
-        """Answer that it took too long; True if a thread is still at it."""
+        """Set a timeout as the result; True if a thread is still at it."""
         with self._lock:
             if self.future.done():
                 return False
@@ -225,8 +225,8 @@ class ThreadScoring:
         most_beside: int = MOST_BESIDE,
     ) -> None:
         """`admit` returns when the next call may begin; with it, a call that is awaited or slow
-        counts as one of the `num_workers`, else any number of those that are awaited go on at once,
-        and `most_beside` of those that are slow."""
+        counts as one of the `num_workers`, else any number of awaited ones go on at once,
+        and `most_beside` of the slow ones."""
         guard_exit()
         self._function = function
         self._timeout = timeout
@@ -383,7 +383,7 @@ class _EventLoop:
         self._loop.call_soon_threadsafe(self._loop.call_later, seconds, function, *args)
 
     def replace_if_blocked(self, name: str) -> None:
-        """Start another loop if this one does not answer: an async function blocks it."""
+        """Start another loop if this one does not respond: an async function blocks it."""
         answers = threading.Event()
         self._loop.call_soon_threadsafe(answers.set)
 

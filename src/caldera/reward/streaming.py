@@ -37,7 +37,7 @@ SHARE_OF_PATIENCE = 0.5
 
 
 def streams(config: PPOTrainerConfig, manager: RewardManager) -> bool:
-    """Whether answers are scored while others are sampled.
+    """Whether responses are scored while others are sampled.
 
     Not where the manager knows whole batches alone, where a reward model shares the sampler's
     devices, nor where ranks would each have a rate that they ought to share.
@@ -94,10 +94,10 @@ class StreamedScoring:
         self._finished.put((place, completion))
 
     def join(self, answers: DataProto) -> DataProto:
-        """The answers with a column of outcomes, and the seconds of sampling and of waiting.
+        """The responses with a column of outcomes, and the seconds of sampling and of waiting.
 
         The outcome of a row that is not there in time is None: the controller scores it. So it
-        does where the data or the configuration is wrong, and tells of that itself.
+        does where the data or the configuration is wrong, and reports that itself.
         """
         sampled = time.perf_counter()
         outcomes: list[Outcome | None] = [None] * len(answers)
@@ -108,7 +108,7 @@ class StreamedScoring:
             for row, waiting in pending.items():
                 outcomes[row] = self._outcome(waiting)
         except CalderaError as error:
-            logger.warning("answers are left to the controller to score: %s", error)
+            logger.warning("responses are left to the controller to score: %s", error)
         answers.non_tensor_batch[OUTCOMES] = object_array(outcomes)
         answers.meta_info["metrics"] = {
             "reward_sampling": sampled - self._begun,
@@ -153,7 +153,7 @@ class StreamedScoring:
         self, finished: Sequence[tuple[int, Completion]]
     ) -> Iterator[tuple[list[int], DataProto]]:
         """Places, and the batch of them that the controller would have. Rows with other columns
-        than others are in a batch of their own."""
+        than others are in a separate batch."""
         told = self._prompts.non_tensor_batch[ROWS]
         alike: dict[tuple[str, ...], list[tuple[int, Completion, dict[str, Any]]]] = {}
         for place, completion in finished:

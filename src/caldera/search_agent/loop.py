@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# ---- The tags by which a policy searches and answers, and what it is told
+# ---- The tags by which a policy searches and answers, and the environment's replies
 
 STOPS = ("</search>", "</answer>")
 """A turn ends with one of these."""
@@ -31,7 +31,7 @@ TAGS = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Action:
-    """What the policy does in a turn."""
+    """The action of the policy in a turn."""
 
     kind: Literal["search", "answer"]
     content: str
@@ -56,19 +56,19 @@ def documents_text(documents: Sequence[Document]) -> str:
 
 
 def observation(text: str, start_marker: str, end_marker: str) -> str:
-    """What a search has brought, as the policy reads it."""
+    """The result of a search, as the policy reads it."""
     return f"\n\n{start_marker}{text}{end_marker}\n\n"
 
 
 def invalid_text() -> str:
-    """What the policy reads after a turn without an action."""
+    """The environment's reply to a turn without an action."""
     return (
         "\nThat was no valid action. To search, write a query between <search> and </search>. "
         "To answer, write the answer between <answer> and </answer>. Try again.\n"
     )
 
 
-# ---- One trajectory of the search agent: the policy speaks, searches, reads, and answers
+# ---- One trajectory of the search agent: the policy generates, searches, reads, and answers
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class SearchSettings:
     max_turns: int
     """Turns in which the policy may search; one more follows, in which it can only answer."""
     max_answer_length: int
-    """Of what it says in one turn."""
+    """Policy tokens of one turn."""
     max_obs_length: int
-    """Of what it is told in between."""
+    """Environment tokens of one turn."""
     max_response_length: int
-    """Of all turns together, with what it is told."""
+    """Tokens of all turns together, the environment's included."""
     start_marker: str = "<information>"
     end_marker: str = "</information>"
 
@@ -151,7 +151,7 @@ class LLMGenerationManager:
         params: Mapping[str, Any],
         trajectory: SearchTrajectory,
     ) -> str | None:
-        """What the policy says; None if there is no room for it to say anything."""
+        """The policy's turn; None if there is no room for one."""
         settings = self._settings
         room = settings.max_response_length - len(trajectory.response_ids)
         limits = {"max_tokens": min(settings.max_answer_length, room), "stop": STOPS}

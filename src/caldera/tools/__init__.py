@@ -1,4 +1,4 @@
-"""What an agent can call: tools, the formats in which it calls them, and how calls are run."""
+"""Tools of an agent, the formats in which it calls them, and how calls are run."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class ToolResponse:
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """What the calls of one tool may use, in each process: keys of every tool's `config`."""
+    """The limits of the calls of one tool, in each process: keys of every tool's `config`."""
 
     timeout: float | None = 60.0
     """Seconds that one attempt may take; None: the tool sees to it itself."""
@@ -102,14 +102,12 @@ class BaseTool(ABC):
         self.tool_schema = tool_schema
         schema = tool_schema or self.get_openai_tool_schema()
         if schema is None:
-            raise ConfigError(
-                f"{type(self).__name__} needs a tool_schema: it supplies none of its own"
-            )
+            raise ConfigError(f"{type(self).__name__} needs a tool_schema: it supplies none itself")
         self.tool_schema = schema
         self.name = schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
-        """The schema that the model is shown. A class that has one of its own overrides this."""
+        """The schema that the model is shown. A class with its own schema overrides this."""
         return self.tool_schema
 
     @property
@@ -121,15 +119,15 @@ class BaseTool(ABC):
     async def create(
         self, instance_id: str | None = None, **kwargs: Any
     ) -> tuple[str, ToolResponse]:
-        """Begin a call; `create_kwargs` holds what the row says of this tool."""
+        """Begin a call; `create_kwargs` holds the row's arguments for this tool."""
         return instance_id or uuid.uuid4().hex, ToolResponse()
 
     @abstractmethod
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """(the answer, the reward of this call or None, metrics); `agent_data` is the trajectory's
-        `ToolState`. What is raised is told the model."""
+        """(the response, the reward of this call or None, metrics); `agent_data` is the
+        trajectory's `ToolState`. The model gets the message of an error."""
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         """The reward of what the instance has come to."""

@@ -31,12 +31,12 @@ class FunctionCall:
     arguments: str
     """A JSON object, as text."""
     texts: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Arguments as they were written, in a format that does not tell texts from other values."""
+    """Arguments as they were written, in a format that marks no texts."""
 
 
 @dataclass
 class ParsedCalls:
-    """What an answer holds: the text around the calls, the calls, and what could not be read."""
+    """The parts of a response: the text around the calls, the calls, and the unreadable rest."""
 
     content: str
     calls: list[FunctionCall] = field(default_factory=list)
@@ -66,7 +66,7 @@ class ToolParser:
     async def read(self, token_ids: list[int]) -> ParsedCalls:
         """The calls in what the model sampled, whichever way the class reads them.
 
-        What a parser trips over was written by the model, and is told it.
+        The model wrote what a parser fails on, and gets the message.
         """
         try:
             if type(self).extract_tool_calls is ToolParser.extract_tool_calls:
@@ -103,7 +103,7 @@ TOOL_PARSERS: Registry[type[ToolParser]] = Registry("actor_rollout_ref.rollout.m
 @cache  # models do it by the hundred
 def _warn_once(parser: str, error: str) -> None:
     logger.warning(
-        "%s could not read an answer, %s, which the model was told; more of this kind are not "
+        "%s could not parse a response, %s, which the model got back; more of this kind are not "
         "logged",
         parser,
         error,
@@ -202,7 +202,7 @@ class OpenAI(ToolParser):
                 said, place = json.JSONDecoder().raw_decode(text, start)
             except ValueError as error:
                 wrong = wrong or error
-                # Of a number that is too long for Python, nothing tells where it stands.
+                # Of a number that is too long for Python, nothing shows where it stands.
                 if self._is_about_calls(text[start : getattr(error, "pos", None)]):
                     found.problems.append(f"the JSON is not valid: {error}")
                     outside.append(text[kept:start])

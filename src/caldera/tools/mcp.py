@@ -161,7 +161,7 @@ class Server:
     """One server: a process that is started, or an address. It is connected to when it is first
     needed, and again after the connection broke.
 
-    The connection lives in a thread with an event loop of its own: those that call come and go.
+    The connection lives in a thread with its own event loop: callers come and go.
     """
 
     def __init__(self, name: str, entry: Any, where: str) -> None:
@@ -179,13 +179,13 @@ class Server:
         atexit.register(self.close)
 
     def tools(self) -> list[Tool]:
-        """What the server offers. ConfigError where it cannot be reached."""
+        """The server's tools. ConfigError where it cannot be reached."""
         asked = asyncio.run_coroutine_threadsafe(self._list(), self._loop)
         try:
             return asked.result(SECONDS_TO_CONNECT)
         except (ConnectionError, TimeoutError) as error:
             asked.cancel()
-            told = str(error) or f"no answer in {SECONDS_TO_CONNECT:g} s"
+            told = str(error) or f"no response in {SECONDS_TO_CONNECT:g} s"
             raise ConfigError(f"{self._where}: {told}") from error
 
     async def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
@@ -219,7 +219,7 @@ class Server:
             try:
                 page = await client.list_tools(cursor=cursor)
             except (MCPError, ValueError) as error:  # refused, or answered with something else
-                told = f"the server {self.name} does not tell its tools: {error}"
+                told = f"the server {self.name} does not list its tools: {error}"
                 raise ConnectionError(told) from error
             found += page.tools
             cursor = page.next_cursor
@@ -238,7 +238,7 @@ class Server:
             connection.lost.set()
             raise ConnectionError(f"the server {self.name} is gone") from error
         except MCPError as error:
-            # What the library says where a server that was started anew does not know the session.
+            # The library's message where a server that was started anew does not know the session.
             is_unknown = (error.code, error.message) == (INVALID_REQUEST, "Session terminated")
             if error.code == CONNECTION_CLOSED or ("url" in self._entry and is_unknown):
                 connection.lost.set()
@@ -259,7 +259,7 @@ class Server:
 
 
 class _Connection:
-    """One connection, held by a task of its own until it is lost: its parts must be left by the
+    """One connection, held by a separate task until it is lost: its parts must be left by the
     task that entered them. To be made in the thread of its server."""
 
     def __init__(self, server: str, entry: Mapping[str, Any]) -> None:
@@ -278,7 +278,7 @@ class _Connection:
 
     async def end(self) -> None:
         self.lost.set()
-        if not self.ready.done():  # a server that says nothing would be waited for without end
+        if not self.ready.done():  # a silent server would be waited for without end
             self._holder.cancel()
         await asyncio.wait([self._holder], timeout=SECONDS_TO_CLOSE)
 
@@ -342,7 +342,7 @@ async def _client(entry: Mapping[str, Any]) -> AsyncIterator[Client]:
         async with Client(StdioServerParameters(**given)) as client:
             yield client
         return
-    # Answers may take as long as the tool's own timeout allows.
+    # Responses may take as long as the tool's own timeout allows.
     timeout = httpx2.Timeout(SECONDS_TO_CONNECT, read=None)
     async with (
         httpx2.AsyncClient(headers=entry.get("headers"), timeout=timeout) as http,

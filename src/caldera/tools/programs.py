@@ -52,7 +52,7 @@ class ProgramTool(BaseTool):
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
         outcome = await in_thread(self.run_program, parameters["code"])
         text = outcome.stdout + outcome.stderr
-        if outcome.status not in ("ok", "failed"):  # nothing that it wrote itself says so
+        if outcome.status not in ("ok", "failed"):  # its own output does not show that
             text = f"{text}\nThe program was ended: {outcome.status}".strip()
         return ToolResponse(text or NOTHING_PRINTED), None, {"status": outcome.status}
 
@@ -117,7 +117,7 @@ class SandboxFusionTool(ProgramTool):
     """Runs a program on a server. One that is busy or down is asked again a few times."""
 
     described = "Runs a Python program and shows what it prints. Nothing is kept between calls."
-    # The client that asks the server has timeouts and attempts of its own.
+    # The client that asks the server has its own timeouts and attempts.
     default_limits = ToolLimits(timeout=None, num_workers=10, rate_limit=10)
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Running the calls that a model asks for; whatever goes wrong is an answer, too."""
+"""Runs the calls that a model asks for; errors become tool responses, too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RETRIED = (ConnectionError, TimeoutError)
 
 @dataclass
 class ToolState:
-    """What tools know of the trajectory that calls them, and what they keep there."""
+    """The state that tools share with the trajectory that calls them."""
 
     request_id: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -42,12 +42,12 @@ class ToolState:
     tool_names: Sequence[str] | None = None
     """The tools that this trajectory may call; None: all."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """What a tool keeps from one call to the next, by its name."""
+    """The state of a tool from one call to the next, by its name."""
 
 
 @dataclass(frozen=True)
 class ToolOutcome:
-    """What became of a call."""
+    """The outcome of a call."""
 
     name: str
     text: str
@@ -68,7 +68,7 @@ class ToolRunner:
         max_response_length: int = 256,
         truncate_side: Side = "middle",
     ) -> None:
-        """`max_parallel_calls` of one answer run, at the same time; `max_response_length` is in
+        """`max_parallel_calls` of one response run, at the same time; `max_response_length` is in
         characters."""
         self.tools = {tool.name: tool for tool in tools}
         if len(self.tools) < len(tools):
@@ -82,7 +82,7 @@ class ToolRunner:
         self._reported: set[tuple[str, type[BaseException]]] = set()
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """What the model is told of the tools, or of those of these names."""
+        """The schemas of the tools for the model, or of those of these names."""
         for name in () if names is None else names:
             if name not in self.tools:
                 known = ", ".join(self.tools) or "none"
@@ -92,7 +92,7 @@ class ToolRunner:
 
     async def run(self, calls: Sequence[FunctionCall], state: ToolState) -> list[ToolOutcome]:
         """The outcomes, in the order of the calls. Calls beyond `max_parallel_calls` are not run;
-        the model is told so."""
+        the model gets that as the response."""
         taken = calls[: self._max_parallel_calls]
         outcomes = await asyncio.gather(*(self._run_one(call, state) for call in taken))
         return [*outcomes, *(self._not_run(call) for call in calls[len(taken) :])]
@@ -155,7 +155,7 @@ class ToolRunner:
         retries = Retries(tool.limits.attempts, FIRST_PAUSE_SECONDS)
         return await retries.run_async(attempt, RETRIED)
 
-    # ------------------------------------------------------------------ what is told
+    # ------------------------------------------------------------------ the texts for the model
 
     def _not_run(self, call: FunctionCall) -> ToolOutcome:
         most = self._max_parallel_calls
@@ -177,7 +177,7 @@ class ToolRunner:
         if (name, type(error)) not in self._reported:
             self._reported.add((name, type(error)))
             logger.warning(
-                "The tool %s failed, which the model was told; more of this kind are not logged",
+                "The tool %s failed, which the model got back; more of this kind are not logged",
                 name,
                 exc_info=error,
             )
@@ -316,7 +316,7 @@ Result = TypeVar("Result")
 
 
 async def in_thread(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """The function's result, from a thread of its own.
+    """The function's result, from a separate thread.
 
     Not `asyncio.to_thread`: that has few threads, and one that hangs would keep the process from
     ending. How many run at the same time is the matter of a tool's limits.

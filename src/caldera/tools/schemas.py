@@ -1,4 +1,4 @@
-"""What a tool is called and takes, as the model is told it and as its calls are checked."""
+"""The name and parameters of a tool, for the model and for the check of its calls."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ MOST_AT_A_TIME = 128
 
 
 class RetrievalFailed(Exception):
-    """There is no answer, whatever was tried; its text is for the model."""
+    """There is no response, whatever was tried; its text is for the model."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class RetrieverClient:
 
 
 def _read(answered: Any, queries: int) -> list[list[Document]]:
-    """The passages of an answer, with or without scores."""
+    """The passages of a response, with or without scores."""
     result = answered.get("result") if isinstance(answered, dict) else None
     if not isinstance(result, list) or len(result) != queries:
         raise Unavailable(f"'result' must be a list for each of {queries} queries")

@@ -17,7 +17,7 @@ from caldera.tracking.loggers import GENERATION_COLUMNS, GENERATIONS, LOGGERS, G
 
 @dataclass(frozen=True)
 class Package:
-    """What a logger needs."""
+    """The package of a logger."""
 
     module: str
     """Also the name that pip knows it by."""
@@ -59,7 +59,7 @@ CONNECTED = (
     "gradio",
     "jsonargparse",
 )
-"""What ClearML hooks into. It looks for a repository in a thread, which at times never ends."""
+"""ClearML's binding, which looks for a repository in a thread, which at times never ends."""
 
 
 @LOGGERS.register("clearml")
@@ -69,7 +69,7 @@ class ClearmlLogger:
     def __init__(self, run: LoggedRun) -> None:
         from clearml import Task
 
-        # What Caldera logs is all that there is: streams, frameworks and arguments stay alone.
+        # Caldera's metrics are all that there is: streams, frameworks and arguments stay alone.
         self._task = Task.init(
             project_name=run.project_name,
             task_name=run.experiment_name,

@@ -21,7 +21,7 @@ Task: TypeAlias = Callable[[Logger], None]
 
 
 class Finishable(Protocol):
-    """What has something to do when the run is over."""
+    """Has something to do when the run is over."""
 
     def finish(self) -> None: ...
 
@@ -30,7 +30,7 @@ Backend = TypeVar("Backend", bound=Finishable)
 
 
 class Losses:
-    """What one back end has lost; its first failure is told."""
+    """The losses of one back end; its first failure is logged."""
 
     def __init__(self, name: str, key: str = "trainer.logger", unit: str = "rows") -> None:
         """`key` is the one that chose the back end, `unit` what is counted."""
@@ -79,7 +79,7 @@ class PromptLogger:
         self.losses = Losses(name)
         self._logger: Logger | None = None
         try:
-            self._logger = make()  # a mistake of the user's is told before any work
+            self._logger = make()  # a mistake of the user's is raised before any work
         except OSError as error:
             self.losses.add(f"{type(error).__name__}: {error}")
 
@@ -104,7 +104,7 @@ class PromptLogger:
 
 
 class Background(Generic[Backend]):
-    """A back end in a thread of its own, which may wait for a server as long as it likes."""
+    """A back end in a separate thread, which may wait for a server as long as it likes."""
 
     def __init__(self, losses: Losses, name: str, make: Callable[[], Backend]) -> None:
         self.losses = losses
@@ -172,7 +172,7 @@ class Background(Generic[Backend]):
 
 
 class BackgroundLogger(Background[Logger]):
-    """A logger in a thread of its own."""
+    """A logger in a separate thread."""
 
     def __init__(self, name: str, make: Callable[[], Logger]) -> None:
         super().__init__(Losses(name), f"logger-{name}", make)

@@ -62,7 +62,7 @@ def svg_curve(
     """Draw lines over steps: every value light, a smoothed line strong.
 
     To be inlined in HTML, text and grid take the page's text colour and line k the CSS variable
-    `--series-k` (from 1). As a file of its own (`standalone`), colours and background are fixed.
+    `--series-k` (from 1). As a separate file (`standalone`), colours and background are fixed.
     """
     drawn = [Series(s.name, [p for p in s.points if math.isfinite(p[1])]) for s in series]
     legend, legend_height = _legend([s.name for s in drawn], width, standalone)
@@ -168,7 +168,7 @@ def _rule(x1: float, y1: float, x2: float, y2: float, *, opacity: float) -> str:
 
 
 def _line(series: Series, index: int, frame: _Frame, standalone: bool) -> str:
-    """One series; `data-values` lets a page's script tell the values under the pointer."""
+    """One series; `data-values` lets a page's script show the values under the pointer."""
     smoothed = len(series.points) >= MIN_POINTS_TO_SMOOTH
     values = " ".join(f"{x:g}:{y:.6g}" for x, y in series.points)
     parts = [
@@ -247,7 +247,7 @@ def _ticks(low: float, high: float, *, most: int, whole: bool = False) -> list[f
 
 
 def _tick_labels(ticks: Sequence[float]) -> list[str]:
-    """All with the decimals that tell neighbours apart; powers where that would be too long."""
+    """All with the decimals that distinguish neighbours; powers where that would be too long."""
     if len(ticks) < 2:
         return [f"{tick:.4g}" for tick in ticks]
     step = ticks[1] - ticks[0]

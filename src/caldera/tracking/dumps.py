@@ -39,7 +39,7 @@ def write_text_atomic(path: Path, pieces: Iterable[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        # A lone surrogate in a decoded answer is no UTF-8; its backslash form is valid JSON.
+        # A lone surrogate in a decoded response is no UTF-8; its backslash form is valid JSON.
         with aside.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             file.writelines(pieces)
             file.flush()

@@ -53,7 +53,7 @@ SHORT_METRICS = (
 
 
 class Logger(Protocol):
-    """Receives the metrics of every step, and the answers that are shown of a validation."""
+    """Receives the metrics of every step, and the responses that a validation shows."""
 
     def log(self, data: dict[str, float], step: int) -> None: ...
 
@@ -64,7 +64,7 @@ class Logger(Protocol):
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What a logger may know about the run that it logs."""
+    """The facts of a run that a logger may need."""
 
     project_name: str
     experiment_name: str
@@ -74,7 +74,7 @@ class LoggedRun:
     resume_step: int
     """The step of the checkpoint that the run goes on from; 0 for a run from the start."""
     console_metrics: Sequence[str] = (ALL,)
-    """What the console shows: `short`, `all` or patterns of metrics."""
+    """The metrics on the console: `short`, `all` or patterns of metrics."""
 
 
 LOGGERS: Registry[Callable[[LoggedRun], Logger]] = Registry("trainer.logger")
@@ -109,7 +109,7 @@ class ConsoleLogger:
 class FileLogger:
     """One line of JSON a row, `{"step": N, "data": {...}}`, on disk as soon as it is logged.
 
-    Validation answers go into NAME.generations.jsonl beside it, one a line.
+    Validation responses go into NAME.generations.jsonl beside it, one a line.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -138,7 +138,7 @@ class FileLogger:
 
 
 def _open_to_append(path: Path) -> TextIO:
-    # A lone surrogate in a decoded answer is no UTF-8; its backslash form is valid JSON.
+    # A lone surrogate in a decoded response is no UTF-8; its backslash form is valid JSON.
     return path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
 
 

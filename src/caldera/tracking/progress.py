@@ -182,7 +182,7 @@ def _drawn(progress: TrainingProgress, width: int) -> RenderableType:
 
 
 def _without_bar(progress: TrainingProgress, width: int) -> str:
-    """What narrow windows show: step and ETA stay, the elapsed time and the description give."""
+    """Narrow windows: step and ETA stay, the elapsed time and the description give."""
     whole = SEPARATOR.join([progress.head(), *progress.clocks()])
     if cell_len(whole) <= width:
         return whole

@@ -33,8 +33,8 @@ __all__ = [
 
 
 PHASES = {
-    "gen": "Sampling answers",
-    "reward": "Scoring answers",
+    "gen": "Sampling responses",
+    "reward": "Scoring responses",
     "old_log_prob": "Log-probabilities of the policy",
     "ref": "Log-probabilities of the reference",
     "values": "Values of the critic",
@@ -44,7 +44,7 @@ PHASES = {
     "save_checkpoint": "Saving checkpoints",
     "testing": "Validation",
 }
-"""What is timed, in the order in which it happens."""
+"""The timed phases, in the order in which they happen."""
 
 AROUND_STEPS = ("save_checkpoint", "testing")
 """Phases that are not part of `timing_s/step`."""
@@ -98,7 +98,7 @@ def validation_keys(metrics: RunMetrics) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """What one phase took over the whole run."""
+    """The time of one phase over the whole run."""
 
     name: str
     description: str
@@ -138,7 +138,7 @@ def phase_times(metrics: RunMetrics) -> list[PhaseTime]:
 
 @dataclass(frozen=True)
 class Answer:
-    """One sampled answer of a validation dump."""
+    """One sampled response of a validation dump."""
 
     text: str
     score: float | None
@@ -148,7 +148,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class AnswerPair:
-    """What the model answered to one prompt at the first and at the last validation."""
+    """The model's responses to one prompt at the first and at the last validation."""
 
     prompt: str
     truth: str
@@ -169,7 +169,7 @@ class AnswerPair:
 
 @dataclass(frozen=True)
 class ValidationAnswers:
-    """The answers of the first and the last validation dump, matched by prompt."""
+    """The responses of the first and the last validation dump, matched by prompt."""
 
     first_step: int
     last_step: int
@@ -212,7 +212,7 @@ SHOWN_ANSWERS = 12
 CURVES = (
     ("critic/score/mean", "Mean training reward", "reward"),
     ("actor/entropy", "Entropy of the policy", "nats per token"),
-    ("response_length/mean", "Length of the answers", "tokens"),
+    ("response_length/mean", "Length of the responses", "tokens"),
     ("actor/grad_norm", "Norm of the policy's gradient", "norm"),
 )
 OPTIONAL_CURVES = (
@@ -252,7 +252,7 @@ def _headline(metrics: RunMetrics) -> str:
     cards = [_validation_card(source, key, metrics) for source, key in keys.items()]
     if not keys:
         cards.append(_card("Validation", "none", "no validation was logged"))
-    if len(keys) > 1:  # several data sources take a row of their own
+    if len(keys) > 1:  # several data sources take a separate row
         cards.append('<div class="break"></div>')
     seconds = metrics.values("timing_s/step")
     tokens = metrics.values("perf/total_num_tokens")
@@ -266,7 +266,7 @@ def _headline(metrics: RunMetrics) -> str:
         cards.append(_card("Training time", _duration(sum(seconds)), per_step))
     if seconds and tokens and sum(seconds) > 0:
         speed = f"{sum(tokens) / sum(seconds):,.0f}"
-        cards.append(_card("Tokens per second", speed, "prompts and answers, all devices"))
+        cards.append(_card("Tokens per second", speed, "prompts and responses, all devices"))
     elif throughput:
         speed = f"{sum(throughput) / len(throughput):,.0f}"
         cards.append(_card("Tokens per second", speed, "on each device"))
@@ -353,7 +353,7 @@ def _answers(answers: ValidationAnswers | None) -> str:
 
 
 def _most_changed(pairs: Iterable[AnswerPair]) -> list[AnswerPair]:
-    """One pair a prompt, those that changed before those that did not."""
+    """One pair a prompt, changed ones before unchanged ones."""
     one_each: dict[str, AnswerPair] = {}
     for pair in sorted(pairs, key=lambda pair: pair.rank):
         one_each.setdefault(pair.prompt, pair)

@@ -9,7 +9,7 @@ from caldera.tracking.backends import experiment_id, tracking_uri
 from caldera.tracking.traces import GENERATION, TRACERS, Span, Trace, TracedRun
 
 SESSION = "mlflow.trace.session"
-"""What MLflow groups traces by."""
+"""The key that MLflow groups traces by."""
 
 
 @TRACERS.register("mlflow")
@@ -17,7 +17,7 @@ class MlflowTraces:
     """Traces of the experiment PROJECT, in the session EXPERIMENT."""
 
     def __init__(self, run: TracedRun) -> None:
-        # What is written later in a thread of MLflow's could be lost without anyone knowing.
+        # A later write in a thread of MLflow's could be lost without anyone knowing.
         os.environ["MLFLOW_ENABLE_ASYNC_TRACE_LOGGING"] = "false"
         import mlflow
 

@@ -62,12 +62,12 @@ class Trace:
 
 @dataclass(frozen=True)
 class TracedRun:
-    """What a back end may know about the run."""
+    """The facts of a run that a back end may need."""
 
     project_name: str
     experiment_name: str
     rank: int
-    """Of the process that writes; each has a back end of its own."""
+    """Of the process that writes; each has its own back end."""
 
 
 class TraceBackend(Protocol):
@@ -94,7 +94,7 @@ def check_tracer(name: str | None) -> None:
 
 
 class TraceWriter(Background[TraceBackend]):
-    """Writes traces in a thread of its own. A back end that fails loses traces, which are counted
+    """Writes traces in a separate thread. A back end that fails loses traces, which are counted
     and told of; the run goes on."""
 
     def __init__(

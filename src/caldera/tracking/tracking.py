@@ -50,7 +50,7 @@ class Tracking:
 
     `console_metrics` is what the console shows (`trainer.console_metrics`); by default it is short
     where another back end keeps the rest. With `resume_step`, back ends that keep rows drop those
-    of later steps first. A back end that fails is told of once, and what it loses is counted in
+    of later steps first. A back end that fails is logged once, and its losses are counted in
     `tracking/lost_rows`; the others go on.
     """
 
@@ -86,7 +86,7 @@ class Tracking:
             logger.log(row, step)
 
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:
-        """Show validation answers in every back end."""
+        """Show validation responses in every back end."""
         for logger in self._loggers if samples else ():
             logger.log_generations(samples, step)
 

@@ -32,7 +32,7 @@ class Hit:
 
 @dataclass(frozen=True)
 class IndexNote:
-    """What `index.json` says of an index."""
+    """The contents of `index.json`."""
 
     method: str
     passages: int

@@ -52,7 +52,7 @@ class Passages(Sequence[Passage]):
         return passage
 
     def texts(self, start: int = 0) -> Iterator[str]:
-        """What is searched of each passage, from the one at `start` on."""
+        """The text that is searched of each passage, from the one at `start` on."""
         return (self[place]["contents"] for place in range(start, len(self)))
 
 

@@ -105,7 +105,7 @@ class BatchedSearch:
                 found.set_result(hits)
 
     def _fail(self, asked: list[Waiting], error: BaseException) -> None:
-        """Whoever waits hears of it, and whoever asks again is searched for again."""
+        """Waiting callers get the error, and new requests for the same are searched for again."""
         with self._lock:
             for key, _ in asked:
                 if self._cache.pop(key, None) is not None:
@@ -166,7 +166,7 @@ class RetrieverServer(ThreadedServer):
             self.search.close()
 
     def answer(self, asked: Asked) -> dict[str, Any]:
-        """What is sent back. Raises TooMuch."""
+        """The response's body. Raises TooMuch."""
         wanted = len(asked.queries) * asked.topk
         if wanted > self._max_passages:
             raise TooMuch(
