@@ -29,6 +29,12 @@ def test_a_command_is_pointed_at_its_own_keys() -> None:
     assert "rollout" not in did_you_mean("num_generations", keys, {})
 
 
+@pytest.mark.parametrize("key", ["min_p", "repetition_penalty"])
+def test_sampling_parameters_outside_their_group_lead_to_it(key: str) -> None:
+    keys = known_keys(GenerationConfig)
+    assert did_you_mean(key, keys, {}) == f"; did you mean rollout.{key}?"
+
+
 def test_names_of_other_groups_must_be_almost_the_same() -> None:
     keys = ["trainer.log_val_generations", "critic.optim.num_cycles"]
     assert did_you_mean("data.log_val_generation", keys, {}).endswith("log_val_generations?")
@@ -82,7 +88,7 @@ def test_the_key_of_the_named_role_is_meant_else_the_policys(option: str, key: s
     assert did_you_mean(option, known_keys(), {}) == f"; did you mean {key}?"
 
 
-@pytest.mark.parametrize("option", ["normalize_reward", "mask_truncated_completions", "min_p"])
+@pytest.mark.parametrize("option", ["normalize_reward", "mask_truncated_completions"])
 def test_what_has_no_key_is_answered_with_a_reason(option: str) -> None:
     told = did_you_mean(option, known_keys(), {})
     assert told.startswith(": ") and "did you mean" not in told
