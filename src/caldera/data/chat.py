@@ -42,7 +42,7 @@ def render_chat(
     template_kwargs: Mapping[str, Any],
     add_generation_prompt: bool = True,
 ) -> str:
-    """The text of a chat, up to where the assistant begins to answer unless told otherwise."""
+    """The text of a chat, by default up to where the assistant begins to respond."""
     try:
         text = tokenizer.apply_chat_template(
             messages,
@@ -82,7 +82,7 @@ def require_chat_template(
 
 
 def require_end_token(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise unless answers can be ended."""
+    """Raise unless responses can be ended."""
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer {tokenizer.name_or_path!r} has no end token")
 

@@ -1,9 +1,9 @@
 """Whole conversations to tokens, and which of them the assistant wrote.
 
-What is trained on is the text that the chat template makes of the whole conversation, since that is
+The training text is the text that the chat template makes of the whole conversation, since that is
 what the model will see. Where the assistant speaks in it is found by rendering the conversation
 again with a mark in place of what was said: templates add headers, drop the thinking of earlier
-turns and join the answers of tools, so that messages rendered one by one may not add up to it.
+turns and join tool responses, so that messages rendered one by one may not add up to it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TokenRow:
 
 
 class ConversationMismatch(DataError):
-    """A chat template in whose text the parts of a conversation cannot be told apart."""
+    """A chat template in whose text the parts of a conversation cannot be distinguished."""
 
 
 class ConversationTokenizer:
@@ -109,7 +109,7 @@ class ConversationTokenizer:
             done = end
 
     def _unasked_thinking(self, messages: list[Message]) -> str:
-        """What a mismatch adds where the conversation would fit a template that may think."""
+        """The hint of a mismatch where the conversation would fit a template that may think."""
         if self._kwargs.get("enable_thinking", True):
             return ""
         thinking = ConversationTokenizer(self._tokenizer, {**self._kwargs, "enable_thinking": True})
@@ -128,7 +128,7 @@ class ConversationTokenizer:
         return None
 
     def _headers(self) -> list[str]:
-        """The generation prompt, then that of a template which is told nothing of thinking: answers
+        """The generation prompt, then that of a template without an option for thinking: responses
         that are not the last ones may have the latter."""
         plain = {k: v for k, v in self._kwargs.items() if k != "enable_thinking"}
         return [header for kwargs in (self._kwargs, plain) if (header := self._header(kwargs))]
@@ -140,7 +140,7 @@ class ConversationTokenizer:
         return render_chat(self._tokenizer, asked, kwargs).removeprefix(without)
 
     def _added_system_prompt(self) -> str:
-        """What the template puts before a first message that is none of the system's."""
+        """The template's text before a first message that is none of the system's."""
         asked: Message = {"role": "user", "content": "a"}
         one, two = (self._render([asked] * count, with_tools=False) for count in (1, 2))
         return one.removesuffix(two[len(one) :])
@@ -159,7 +159,7 @@ class ConversationTokenizer:
         return TokenRow(ids, trained)
 
 
-# ---- Conversations that end with an answer, in the words of a reward model's own chat template
+# ---- Conversations that end with a response, in the words of a reward model's own chat template
 
 PATH_KEY = "reward_model.model.path"
 
@@ -178,7 +178,7 @@ def require_own_template(tokenizer: PreTrainedTokenizerBase) -> None:
 def conversation_text(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], answer: str
 ) -> str:
-    """The chat with the assistant's answer as its last message."""
+    """The chat with the assistant's response as its last message."""
     conversation = [*messages, {"role": "assistant", "content": answer}]
     try:
         text = tokenizer.apply_chat_template(

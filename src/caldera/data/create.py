@@ -40,7 +40,7 @@ def create_rl_dataset(
 def create_sft_dataset(
     files: str | Sequence[str], config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Any:
-    """Prompts with answers, or whole conversations, or what `data.custom_cls` names."""
+    """Prompts with responses, or whole conversations, or the class of `data.custom_cls`."""
     usual = MultiTurnSFTDataset if config.multiturn.enable else SFTDataset
     dataset_class = _own_class(config) or usual
     return dataset_class(parquet_files=files, tokenizer=tokenizer, config=config)
@@ -49,7 +49,7 @@ def create_sft_dataset(
 def create_preference_dataset(
     files: str | Sequence[str], config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Any:
-    """Pairs of answers, or what `data.custom_cls` names."""
+    """Pairs of responses, or the class of `data.custom_cls`."""
     dataset_class: Any = _own_class(config) or PreferenceDataset
     return dataset_class(parquet_files=files, tokenizer=tokenizer, config=config)
 

@@ -33,7 +33,7 @@ class RowTable:
 
     rows: list[Row]
     files: list[str]
-    """What messages call the files."""
+    """The files' name in messages."""
     starts: list[int]
     """The number of the first row of each file."""
     columns: list[list[str]]
@@ -194,7 +194,7 @@ class Rows(Sequence[Row]):
 
     @classmethod
     def of(cls, given: Any, source: str) -> Rows:
-        """What a data set's own code put in the place of the rows; `source` names that code."""
+        """The rows of a data set's own code; `source` names that code."""
         if isinstance(given, Rows):
             return given
         rows = given
@@ -263,7 +263,7 @@ class Rows(Sequence[Row]):
         fn_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> Rows:
-        """The rows for which the function says true."""
+        """The rows for which the function returns true."""
         _check_arguments("filter", others)
         call = _caller(function, with_indices, fn_kwargs)
         return self.select([i for i, row in enumerate(self._rows) if call(dict(row), i)])

@@ -45,7 +45,7 @@ ROW_COLUMN = "dataset_row"
 
 
 class RowSource(Protocol):
-    """What a loader needs of a data set."""
+    """The part of a data set that a loader needs."""
 
     def __len__(self) -> int: ...
 

@@ -1,4 +1,4 @@
-"""Pairs of answers to the same prompt, of which one was preferred."""
+"""Pairs of responses to the same prompt, of which one was preferred."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from caldera.config.preference import PreferenceDataConfig
 
 Tokens = tuple[list[int], list[int]]
-"""Token ids, and a mask that is 1 at each token whose next one belongs to the answer."""
+"""Token ids, and a mask that is 1 at each token whose next one belongs to the response."""
 
 
 class PreferenceDataset(Dataset[Row]):
-    """Rows of data files, each with the tokens of a prompt and of two answers to it.
+    """Rows of data files, each with the tokens of a prompt and of two responses to it.
 
     An item has `chosen` and `rejected`, which are `Tokens`, and where `data.margin_key` is
     given `margin`, a number.
 
     The tokens are those that a policy would have sampled: the prompt's chat template up to where
-    the assistant begins, the answer's text, and the tokenizer's end token.
+    the assistant begins, the response's text, and the tokenizer's end token.
     """
 
     def __init__(
@@ -66,27 +66,27 @@ class PreferenceDataset(Dataset[Row]):
         return len(self._table.rows)
 
     def __getitem__(self, item: int) -> Row:
-        prompt, answers, margin = self._pair(item)
+        prompt, responses, margin = self._pair(item)
         where = self._table.where(item)
         try:
             asked = tokenize_chat(self.tokenizer, prompt, self.config.apply_chat_template_kwargs)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
         end = self.tokenizer.eos_token_id
-        said = {n: [*tokenize_text(self.tokenizer, text), end] for n, text in answers.items()}
+        said = {n: [*tokenize_text(self.tokenizer, text), end] for n, text in responses.items()}
         fields: Row = dict(self._fitted(asked, said, where))
         return fields if margin is None else {**fields, "margin": margin}
 
     def _pair(self, item: int) -> tuple[list[Message], dict[str, str], float | None]:
-        """The messages of the prompt, the texts of the answers, and the margin if there are any."""
+        """The messages of the prompt, the texts of the responses, and the margin."""
         config = self.config
         prompt = _prompt(*self._value(item, config.prompt_key, "data.prompt_key"))
         chosen = self._value(item, config.chosen_key, "data.chosen_key")
         rejected = self._value(item, config.rejected_key, "data.rejected_key")
-        answers = {"chosen": _answer(*chosen, prompt), "rejected": _answer(*rejected, prompt)}
+        responses = {"chosen": _response(*chosen, prompt), "rejected": _response(*rejected, prompt)}
         if config.margin_key is None:
-            return prompt, answers, None
-        return prompt, answers, _margin(*self._value(item, config.margin_key, "data.margin_key"))
+            return prompt, responses, None
+        return prompt, responses, _margin(*self._value(item, config.margin_key, "data.margin_key"))
 
     def _value(self, item: int, column: str, key: str) -> tuple[Any, str]:
         """A value of the row, and what errors call it."""
@@ -94,32 +94,32 @@ class PreferenceDataset(Dataset[Row]):
         return self._table.rows[item][column], what
 
     def _fitted(
-        self, prompt: list[int], answers: dict[str, list[int]], where: str
+        self, prompt: list[int], responses: dict[str, list[int]], where: str
     ) -> dict[str, Tokens]:
-        """Prompt and answers within `max_length` tokens.
+        """Prompt and responses within `max_length` tokens.
 
-        Cut on the left, the prompt is cut alike for both, so that they answer the same one.
+        Cut on the left, the prompt is cut alike for both, so that they respond to the same one.
         """
         most, mode = self.config.max_length, self.config.truncation
-        longest = max(len(answer) for answer in answers.values())
+        longest = max(len(response) for response in responses.values())
         if len(prompt) + longest > most and mode == "error":
             raise DataError(
-                f"{where}: the prompt and its longer answer have {len(prompt) + longest} tokens, "
+                f"{where}: the prompt and its longer response have {len(prompt) + longest} tokens, "
                 f"more than data.max_length={most}; raise that, or cut them with "
                 "data.truncation=left or right"
             )
         if mode == "left":
             prompt = truncate(prompt, max(1, most - longest), mode)
         fitted = {}
-        for name, answer in answers.items():
-            ids = truncate([*prompt, *answer], most, mode)
-            of_answer = truncate([0] * len(prompt) + [1] * len(answer), most, mode)
-            mask = [*of_answer[1:], 0]
+        for name, response in responses.items():
+            ids = truncate([*prompt, *response], most, mode)
+            of_response = truncate([0] * len(prompt) + [1] * len(response), most, mode)
+            mask = [*of_response[1:], 0]
             if not any(mask):
                 raise DataError(
                     f"{where}: the prompt alone has {len(prompt)} tokens, so that nothing is left "
-                    f"of the answers within data.max_length={most}; raise that, or keep the "
-                    "answers with data.truncation=left"
+                    f"of the responses within data.max_length={most}; raise that, or keep the "
+                    "responses with data.truncation=left"
                 )
             fitted[name] = (ids, mask)
         return fitted
@@ -131,8 +131,8 @@ def _prompt(value: object, what: str) -> list[Message]:
     return chat_messages(value, what)
 
 
-def _answer(value: object, what: str, prompt: list[Message]) -> str:
-    """The text of an answer that is given as such, or as a message after those of the prompt."""
+def _response(value: object, what: str, prompt: list[Message]) -> str:
+    """The text of a response that is given as such, or as a message after those of the prompt."""
     if isinstance(value, str):
         return value
     messages = chat_messages(value, what)
@@ -142,7 +142,7 @@ def _answer(value: object, what: str, prompt: list[Message]) -> str:
     text = messages[0].get("content") if roles == ["assistant"] else None
     if not isinstance(text, str):
         raise DataError(
-            f"{what} must be the text of an answer or one message of the assistant, with or "
+            f"{what} must be the text of a response or one message of the assistant, with or "
             f"without the prompt's messages before it; got messages of {', '.join(roles) or 'none'}"
         )
     further = {k: v for k, v in messages[0].items() if k not in ("role", "content")}

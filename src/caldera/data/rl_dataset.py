@@ -157,7 +157,7 @@ class RLHFDataset(Dataset[Row]):
         return len(self._rows)
 
     def __getitem__(self, item: int) -> Row:
-        # Whoever gets the row may change it, and the next epoch must not see that.
+        # A caller may change its row, and the next epoch must not see that.
         fields = copy.deepcopy(self._rows[item])
         messages = self._messages(fields, item)
         fields |= self._prompt_fields(messages, item)

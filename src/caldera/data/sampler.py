@@ -31,7 +31,7 @@ class AbstractSampler(ABC):
 
     `iter(sampler)` is called at the start of each epoch, and is asked for the rows of a batch when
     the batch is formed, not earlier. An epoch draws `len(sampler)` rows, a number that is read
-    once; those that fill no whole batch are left out.
+    once; incomplete batches are left out.
 
     A run that is resumed must draw the rows that the interrupted one would have drawn. Two kinds of
     sampler do so:
@@ -128,8 +128,8 @@ class SampledRows:
         self.identity = f"{self.name} with {self.rows_an_epoch} rows an epoch"
         self._dataset_length = dataset_length
         self._epoch: Iterator[int] | None = None
-        """What the sampler has yet to give of the current epoch; None: the epoch has not begun."""
-        self.state_dict()  # one that cannot be saved is told now, not at the first checkpoint
+        """The sampler's remaining indices of the current epoch; None: the epoch has not begun."""
+        self.state_dict()  # one that cannot be saved is reported now, not at the first checkpoint
 
     def take(self, count: int) -> list[int]:
         """The next rows of the current epoch."""

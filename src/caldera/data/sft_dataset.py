@@ -37,7 +37,7 @@ TEMPLATE_KEY = "data.chat_template"
 
 
 class SFTDataset(Dataset[Row]):
-    """One row a sample: a user's message in the chat template, and the answer that is trained.
+    """One row a sample: a user's message in the chat template, and the response that is trained.
 
     - `input_ids`, `attention_mask`, `position_ids` (L,)
     - `loss_mask` (L,): 1 where the next token is trained, so the last one is 0
@@ -179,7 +179,7 @@ def files_key(files: str | Sequence[str], config: Any) -> str:
 
 
 class MultiTurnSFTDataset(Dataset[Row]):
-    """One row a conversation, in which everything is trained that the assistant says.
+    """One row a conversation, in which all messages of the assistant are trained.
 
     The fields are those of `SFTDataset`.
     """

@@ -1,7 +1,7 @@
 """Conversations that grow turn by turn, whose sampled tokens are never encoded again.
 
-What a model sampled is what it is trained on. So of a later turn only the new messages go through
-the chat template, and their tokens are put behind those that are there already.
+A model is trained on its own sampled tokens. So of a later turn only the new messages go through
+the chat template, and their tokens are appended to the existing ones.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class TurnAppender:
         return self.prompt([QUESTION], tools) != self.prompt([QUESTION])
 
     def continuation(self, messages: Sequence[Message], last_token: int) -> list[int]:
-        """The tokens to put behind an answer that ends with `last_token`: the end of that turn,
-        unless the model has written it itself, the new messages, and the next answer's beginning.
+        """The tokens to append to a response that ends with `last_token`: the end of that turn,
+        unless the model has written it itself, the new messages, and the next response's beginning.
         """
         ids = tokenize_text(self._tokenizer, self._after([QUESTION, SAID], messages))
         return ids[1:] if ids[:1] == [last_token] else ids
@@ -79,7 +79,7 @@ class TurnAppender:
         return found
 
     def _after(self, before: Sequence[Message], messages: Sequence[Message]) -> str:
-        """What follows the last answer, whose text is the mark."""
+        """The text behind the last response, whose text is the mark."""
         text = render_chat(self._tokenizer, [*before, *messages], self._kwargs)
         _, mark, after = text.partition(MARK)
         if not mark:
@@ -87,7 +87,7 @@ class TurnAppender:
         return after
 
     def _keeps_earlier_turns(self, new: Sequence[Message]) -> bool:
-        """Whether rendering at once gives what appending gives, also for an earlier answer that
+        """Whether rendering at once gives what appending gives, also for an earlier response that
         thinks before it speaks."""
         said = f"<think>\nd\n</think>\n\n{MARK}"
         asked = render_chat(self._tokenizer, [QUESTION], self._kwargs)

@@ -22,7 +22,7 @@ from caldera.trainer.main_ppo import run_ppo
 
 SEED = 1
 MARK = ".caldera-demo"
-"""The file that says that a folder may be emptied."""
+"""The file that marks a folder that may be emptied."""
 START_ACCURACY = 0.33
 MAX_WARM_START_STEPS = 600
 

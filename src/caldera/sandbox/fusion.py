@@ -56,7 +56,7 @@ def check_request_for(program: str, tests: str, limits: Limits) -> dict[str, Any
 
 
 def outcome_of(response: Mapping[str, Any]) -> Outcome:
-    """What a server's answer says of the program. Raises RewardError where it says nothing."""
+    """The outcome of the program in a server's response. Raises RewardError where it has none."""
     result = response.get("run_result")
     if response.get("status") not in ("Success", "Failed") or not isinstance(result, Mapping):
         raise RewardError(f"the sandbox server failed: {response.get('message')!r}")
@@ -96,7 +96,7 @@ def answer_run(
 def answer_check(
     request: Mapping[str, Any], sandbox: Sandbox, is_abandoned: IsAbandoned
 ) -> dict[str, Any]:
-    """Whether tests that a client sent pass on its program; `raised` says why they do not."""
+    """Whether tests that a client sent pass on its program; `raised` has the reason if not."""
     code, tests = request.get("code"), request.get("tests")
     if not isinstance(code, str) or not isinstance(tests, str):
         raise DataError("code and tests must be strings")
@@ -163,7 +163,7 @@ def _response(outcome: Outcome) -> dict[str, Any]:
 
 
 def sandbox_error(message: str) -> dict[str, Any]:
-    """The answer where the program could not be run at all."""
+    """The response where the program could not be run at all."""
     return {
         "status": "SandboxError",
         "message": message,
@@ -176,7 +176,7 @@ def sandbox_error(message: str) -> dict[str, Any]:
 
 # ---- A client of Sandbox Fusion, or of `caldera sandbox serve`, which speaks the same protocol
 
-# A server that is busy answers late: programs wait there for their turn. Ours gives signs of life
+# A server that is busy responds late: programs wait there for their turn. Ours gives signs of life
 # meanwhile, so that programs may wait there as long as it takes.
 SECONDS_IN_QUEUE = 60.0
 FIRST_PAUSE_SECONDS = 0.5

@@ -19,7 +19,7 @@ __all__ = ["METHODS", "Interpreter", "Method", "command_line", "find_interpreter
 Method = Literal["bubblewrap", "namespaces", "none"]
 METHODS: tuple[Method, ...] = ("bubblewrap", "namespaces", "none")
 
-# Root gives every slot a user of its own, who owns nothing and of whom nothing else runs.
+# Root gives every slot a separate user, who owns nothing and of whom nothing else runs.
 FIRST_SLOT_USER = 61184
 
 SYSTEM_INTERPRETERS = ("/usr/local/bin/python3", "/usr/bin/python3")

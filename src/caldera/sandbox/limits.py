@@ -1,4 +1,4 @@
-"""What a program may use, and what became of it."""
+"""The limits of a program, and its outcome."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from caldera.sandbox.slot import (
     exchange,
 )
 
-# ---- Who gets the next free slot: whoever has waited longest and still wants it
+# ---- The next free slot goes to the oldest request that still wants it
 
 T = TypeVar("T")
 
@@ -186,7 +186,7 @@ class Sandbox:
     ) -> Outcome:
         """Whether `tests`, a program of assertions, passes on what `program` defines.
 
-        The tests run in a process of their own and ask the program's for values. The program sees
+        The tests run in a separate process and ask the program's for values. The program sees
         arguments, never an expected value, and cannot touch what compares them. `is_abandoned` as
         in `run`.
         """
@@ -204,7 +204,7 @@ class Sandbox:
                 except SlotDied:
                     tested.close()
                     raise
-            # If the program ends first, the tests are left without an answer and end as well.
+            # If the program ends first, the tests are left without a reply and end as well.
             in_time = exchange(
                 slot,
                 [tested, judge],
@@ -227,7 +227,7 @@ class Sandbox:
 
     @property
     def waiting(self) -> int:
-        """Programs that wait for a slot. Whoever came first gets the next."""
+        """Programs that wait for a slot, first come, first served."""
         return self._idle.waiting
 
     def _with_slot(

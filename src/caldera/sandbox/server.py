@@ -43,7 +43,7 @@ class SandboxServer(ThreadedServer):
 class _Handler(JsonHandler):
     server: SandboxServer
     _last_sign = 0.0
-    _is_streaming = False  # whether the answer has begun
+    _is_streaming = False  # whether the response has begun
 
     def get(self) -> None:
         if self.path == "/v1/ping":

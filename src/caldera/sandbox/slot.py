@@ -129,7 +129,7 @@ class Slot:
         stdin: bytes = b"",
         channel: socket.socket | None = None,
     ) -> Run:
-        """Start a program. `channel` is its line to whoever calls its functions."""
+        """Start a program. `channel` is its line to the caller of its functions."""
         run = Run(next(self._identifiers), limits.output_bytes)
         payload_end, to_payload = os.pipe()
         stdin_end, to_stdin = os.pipe()

@@ -1,7 +1,7 @@
 """`@register`: how a worker's method is called through its group.
 
 The controller calls `group.method(batch)` once. *Dispatch* says what each rank gets of the
-arguments and how the answers are put together; *execute* says which ranks run.
+arguments and how the results are put together; *execute* says which ranks run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 DispatchFn: TypeAlias = Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
 """(group, *args, **kwargs) -> args and kwargs, each of them a list with one value for each rank."""
 CollectFn: TypeAlias = Callable[[Any, list[Any]], Any]
-"""(group, the ranks' answers, or what stands for them when the call does not block) -> answer"""
+"""(group, the ranks' results, or what stands for them when the call does not block) -> result"""
 
 
 class _Modes(type):
@@ -43,7 +43,7 @@ class _Modes(type):
 
 @dataclass(frozen=True)
 class Dispatch(metaclass=_Modes):
-    """A way to deal arguments to the ranks and to collect their answers; see `dispatching`."""
+    """A way to dispatch arguments to the ranks and to collect their results; see `dispatching`."""
 
     name: str
 
@@ -103,14 +103,14 @@ def register_dispatch_mode(name: str) -> Dispatch:
 def update_dispatch_mode(
     dispatch_mode: Dispatch, dispatch_fn: DispatchFn, collect_fn: CollectFn
 ) -> None:
-    """Say what a mode does with the arguments and the answers of a call."""
+    """Say what a mode does with the arguments and the results of a call."""
     if dispatch_mode not in list(Dispatch):
         raise RegistryError(f"{dispatch_mode!r} is no dispatch mode (known: {', '.join(_names())})")
     _functions[dispatch_mode] = (dispatch_fn, collect_fn)
 
 
 def functions_of(dispatch_mode: DispatchMode) -> tuple[DispatchFn, CollectFn]:
-    """How a mode deals arguments and collects answers."""
+    """How a mode splits arguments and collects results."""
     if not isinstance(dispatch_mode, Dispatch):
         return dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"]
     if dispatch_mode not in _functions:
@@ -142,8 +142,8 @@ def register(
 ) -> Callable[[F], F]:
     """Make a worker's method callable through its group.
 
-    With `blocking=False` the call returns at once: a DataProtoFuture where the answer will be a
-    DataProto, else what stands for each rank's answer. `materialize_futures` says that the method
+    With `blocking=False` the call returns at once: a DataProtoFuture where the result will be a
+    DataProto, else what stands for each rank's result. `materialize_futures` says that the method
     wants a DataProto where it is given a DataProtoFuture. `needs` names the tensors and columns
     that the method reads of a DataProto: when it goes to another process, only those of them that
     it has are sent. None sends all.

@@ -1,9 +1,9 @@
-"""What the dispatch modes do: deal the arguments of a call to the ranks, and join the answers.
+"""What the dispatch modes do: split the arguments of a call among the ranks, and join the results.
 
 | mode | each rank gets | the call returns |
 |---|---|---|
-| ONE_TO_ALL | every argument | the list of all answers |
-| RANK_ZERO | every argument | the answer of rank 0 |
+| ONE_TO_ALL | every argument | the list of all results |
+| RANK_ZERO | every argument | the result of rank 0 |
 | ALL_TO_ALL | its element, if all arguments are lists with one for each rank; else all | the list |
 | DP_COMPUTE | its element: every argument must be a list with one for each rank | the list |
 | DP_COMPUTE_PROTO | its rows of each DataProto, and whatever is none | the rows of all |
@@ -12,7 +12,7 @@
 | DIRECT_ROLLOUT_METHOD | | an error: the method is not for calls through the group |
 
 A batch that does not divide is refused, unless it has auto padding: then copies of its last row
-are sent too, and as many rows are cut off the end of the answer.
+are sent too, and as many rows are cut off the end of the result.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ Dispatched: TypeAlias = tuple[tuple[list[Any], ...], dict[str, Any]]
 
 
 class Group(Protocol):
-    """What dispatching must know of a group."""
+    """The part of a group that dispatching needs."""
 
     @property
     def world_size(self) -> int: ...
 
-    def is_pending(self, answer: Any) -> bool:
-        """Whether this only stands for an answer that is still being computed."""
+    def is_pending(self, result: Any) -> bool:
+        """Whether this only stands for a result that is still being computed."""
 
     def getter(self, pending: list[Any]) -> list[Any]:
-        """Wait for the answers."""
+        """Wait for the results."""
 
     def dispatch_info(self, mesh_name: str) -> list[int]:
         """Which part of a batch each rank takes."""
 
     def collect_info(self, mesh_name: str) -> list[bool]:
-        """Whether each rank's answer is wanted."""
+        """Whether each rank's result is wanted."""
 
 
-# ---- dealing
+# ---- dispatching
 
 
 def dispatch_one_to_all(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
@@ -131,7 +131,7 @@ def _padded(values: Sequence[Any], divisor: int) -> tuple[list[Any], int]:
     if len(lengths) > 1:
         raise ProtocolError(
             f"batches of {lengths} rows cannot be padded for {divisor} parts in one call: "
-            "the answer could not be cut back"
+            "the result could not be cut back"
         )
     pad_size = -lengths[0] % divisor
 
@@ -148,30 +148,30 @@ def _padded(values: Sequence[Any], divisor: int) -> tuple[list[Any], int]:
 # ---- collecting
 
 
-def collect_all(group: Group, answers: list[Any]) -> list[Any]:
-    return answers
+def collect_all(group: Group, results: list[Any]) -> list[Any]:
+    return results
 
 
-def collect_rank_zero(group: Group, answers: list[Any]) -> Any:
-    return answers[0]
+def collect_rank_zero(group: Group, results: list[Any]) -> Any:
+    return results[0]
 
 
-def collect_rows(group: Group, answers: list[Any]) -> Any:
-    """The rows of all answers, or a future of them."""
-    if group.is_pending(answers[0]):
-        return DataProtoFuture.concat(answers, getter=group.getter)
-    return BatchData.concat(answers)
+def collect_rows(group: Group, results: list[Any]) -> Any:
+    """The rows of all results, or a future of them."""
+    if group.is_pending(results[0]):
+        return DataProtoFuture.concat(results, getter=group.getter)
+    return BatchData.concat(results)
 
 
-def without_padding(answer: Any, pad_size: int) -> Any:
-    """The answer without the rows that came of padding; an answer without rows is left alone."""
+def without_padding(result: Any, pad_size: int) -> Any:
+    """The result without the rows that came of padding; a result without rows is left alone."""
     if not pad_size:
-        return answer
-    if isinstance(answer, DataProtoFuture):
-        return replace(answer, dispatch_fn=partial(_unpad_after, answer.dispatch_fn, pad_size))
-    if isinstance(answer, DataProto) and len(answer):
-        return unpad_dataproto(answer, pad_size)
-    return answer
+        return result
+    if isinstance(result, DataProtoFuture):
+        return replace(result, dispatch_fn=partial(_unpad_after, result.dispatch_fn, pad_size))
+    if isinstance(result, DataProto) and len(result):
+        return unpad_dataproto(result, pad_size)
+    return result
 
 
 def _unpad_after(
@@ -188,7 +188,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Any]:
     """A mode for workers that share their rows with peers, such as those of tensor parallelism.
 
     Each worker says with `_register_dispatch_collect_info` which part of a batch it takes, and
-    whether its answer is the one to collect.
+    whether its result is the one to collect.
     """
 
     def dispatch(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
@@ -202,11 +202,11 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Any]:
             )
         return split_rows(parts, args, kwargs)
 
-    def collect(group: Group, answers: list[Any]) -> Any:
+    def collect(group: Group, results: list[Any]) -> Any:
         found = zip(
-            group.dispatch_info(mesh_name), group.collect_info(mesh_name), answers, strict=True
+            group.dispatch_info(mesh_name), group.collect_info(mesh_name), results, strict=True
         )
-        by_part = {part: answer for part, is_wanted, answer in found if is_wanted}
+        by_part = {part: result for part, is_wanted, result in found if is_wanted}
         return collect_rows(group, [by_part[part] for part in sorted(by_part)])
 
     return {"dispatch_fn": dispatch, "collect_fn": collect, "mesh_name": mesh_name}

@@ -1,7 +1,7 @@
-"""What is shown when a worker fails: one screen, with the first failure on top.
+"""The message when a worker fails: one screen, with the first failure on top.
 
 A rank fails by an exception, by the death of its process or by silence. Its peers then mostly wait
-in a collective, or fail there because the rank is gone: they are told after it.
+in a collective, or fail there because the rank is gone: they are reported after it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def exit_failure(rank: int, method: str, exit_code: int | None, log: str) -> Ran
 
 def silence_failure(waiting: Sequence[WaitingRank], timeout_s: float) -> RankFailure:
     """The failure of ranks that do not answer: of the one that keeps the others waiting."""
-    # Whoever is inside a collective waits for a rank that is not.
+    # A rank inside a collective waits for one that is not.
     first = next((w for w in waiting if not _in_collective(w.stack)), waiting[0])
     what = f"no answer for {timeout_s:g} s"
     return RankFailure(first.rank, first.method, what, first.stack, first.log)
@@ -188,13 +188,13 @@ def patience(timeout_s: float, somebody_answered: bool) -> float:
     return timeout_s if somebody_answered else timeout_s * BEFORE_FIRST_ANSWER
 
 
-# ---- What worker groups in other processes have in common: they wait for answers, and when a rank
+# ---- What worker groups in other processes have in common: they wait for results, and when a rank
 # fails they look for the cause, end the group and raise one screen.
 
 
 @dataclass(eq=False)
-class OwedAnswer(Pending):
-    """An answer that a rank owes."""
+class OwedResult(Pending):
+    """A result that a rank owes."""
 
     group: WorkerGroup
     method: str
@@ -217,7 +217,7 @@ class FailingGroup(WorkerGroup):
 
     @abstractmethod
     def _take_answers(self, timeout_s: float, failures: dict[int, RankFailure]) -> bool:
-        """Wait for any rank without a failure, and note answers and failures; whether there was
+        """Wait for any rank without a failure, and note results and failures; whether there was
         anything."""
 
     @abstractmethod
@@ -230,15 +230,15 @@ class FailingGroup(WorkerGroup):
     def _end(self, how: str) -> None:
         """End the group, with what it is to say from now on."""
 
-    def _is_done(self, answer: Any) -> bool:
-        return bool(answer.is_done)
+    def _is_done(self, result: Any) -> bool:
+        return bool(result.is_done)
 
     def _check_usable(self) -> None:
         if self._ended is not None:
             raise WorkerError(f"worker group {self.name} {self._ended}")
 
     def _wait_for(self, pending: Collection[Any], timeout_s: float) -> None:
-        """Take answers until these have come."""
+        """Take results until these have come."""
         failures: dict[int, RankFailure] = {}
         while not all(map(self._is_done, pending)):
             self._check_usable()

@@ -82,7 +82,7 @@ def _of_role(role: str, name: str, method: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Finished(Pending):
-    """An answer that was computed when it was asked for."""
+    """A result that was computed when it was asked for."""
 
     value: Any
 
@@ -116,7 +116,7 @@ class InProcessWorkerGroup(WorkerGroup):
         return Finished(call_method(self.workers[rank], method_name, args, kwargs))
 
     def _resolve(self, pending: list[Finished]) -> list[Any]:
-        return [answer.value for answer in pending]
+        return [result.value for result in pending]
 
     def shutdown(self) -> None:
         """Let go of the worker."""

@@ -1,4 +1,4 @@
-"""What runs in the process of a rank: set up, build the worker, and answer calls until told."""
+"""The process of a rank: set up, build the worker, and serve calls until ended."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from caldera.single_controller.worker import Worker, call_method
 logger = logging.getLogger(__name__)
 
 START = "__init__"
-"""The name under which the building of the worker is told."""
+"""The name under which the building of the worker is reported."""
 STOP = b""
 """The message that ends the process."""
 
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What a process must know before it can be called."""
+    """The settings of a process before it can be called."""
 
     rank: int
     world_size: int
@@ -84,14 +84,14 @@ def run_rank(settings: RankSettings, connection: Connection) -> None:
         try:
             if method == START:
                 worker = _start(settings, loads(payload))
-                answer: Any = None
+                result: Any = None
             else:
                 args, kwargs = loads(payload)
                 assert worker is not None, "a group builds its workers first"
-                answer = call_method(worker, method, args, kwargs)
+                result = call_method(worker, method, args, kwargs)
                 del args, kwargs  # a waiting process should hold no batch
-            reply = dumps((True, answer))
-            del answer
+            reply = dumps((True, result))
+            del result
         except BaseException as error:
             logger.exception("rank %d failed in %s", settings.rank, method)
             failure = exception_failure(settings.rank, method, error, settings.log)

@@ -28,7 +28,7 @@ from caldera.errors import ConfigError, UnsupportedError
 from caldera.single_controller.decorator import Arguments
 from caldera.single_controller.failure import (
     FailingGroup,
-    OwedAnswer,
+    OwedResult,
     RankFailure,
     WaitingRank,
     exit_failure,
@@ -48,13 +48,13 @@ from caldera.single_controller.worker_group import ClassWithInitArgs
 from caldera.storage.locks import own_folder
 
 PRELOADED = ["torch", "transformers", "caldera.workers"]
-"""What the server of processes imports once, so that no process has to."""
+"""The imports of the server of processes, so that no process has to."""
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 LOST_ANSWER_S = 0.5
-"""How long a rank whose answer cannot be read is waited for, in case it has died."""
+"""How long a rank whose result cannot be read is waited for, in case it has died."""
 DEATH_S = 10.0
-"""How long the fork server of a busy machine may take to tell how a rank has ended."""
+"""How long the fork server of a busy machine may take to report how a rank has ended."""
 
 
 @dataclass(eq=False)
@@ -66,8 +66,8 @@ class _Rank:
     connection: Connection
     log: str
     stack_file: Path
-    outstanding: deque[OwedAnswer] = field(default_factory=deque)
-    """Answers that are owed; they come in this order."""
+    outstanding: deque[OwedResult] = field(default_factory=deque)
+    """Results that are owed; they come in this order."""
 
     @property
     def method(self) -> str:
@@ -76,7 +76,7 @@ class _Rank:
 
 
 class ProcessWorkerGroup(FailingGroup):
-    """Workers in processes of their own on this machine.
+    """Workers in subprocesses on this machine.
 
     `timeout_s` is how long a collective may take, and how long all ranks of a call may be silent
     before the group is given up. What a rank writes goes to `{log_dir}/{name}_rank{rank}.log`;
@@ -177,11 +177,11 @@ class ProcessWorkerGroup(FailingGroup):
 
     def _submit(
         self, rank: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> OwedAnswer:
+    ) -> OwedResult:
         self._check_usable()
         return self._send(self._ranks[rank], method_name, dumps((tuple(args), dict(kwargs))))
 
-    def _submit_all(self, method_name: str, shares: Sequence[Arguments]) -> list[OwedAnswer]:
+    def _submit_all(self, method_name: str, shares: Sequence[Arguments]) -> list[OwedResult]:
         self._check_usable()
         # All or none: what cannot be sent must not leave some ranks waiting for the others.
         payloads = [dumps(share) for share in shares]
@@ -190,8 +190,8 @@ class ProcessWorkerGroup(FailingGroup):
             for rank, payload in zip(self._ranks, payloads, strict=True)
         ]
 
-    def _send(self, rank: _Rank, method: str, payload: bytes) -> OwedAnswer:
-        pending = OwedAnswer(self, method)
+    def _send(self, rank: _Rank, method: str, payload: bytes) -> OwedResult:
+        pending = OwedResult(self, method)
         try:
             rank.connection.send_bytes(pickle.dumps((method, payload)))
         except OSError:  # it is gone
@@ -199,9 +199,9 @@ class ProcessWorkerGroup(FailingGroup):
         rank.outstanding.append(pending)
         return pending
 
-    def _resolve(self, pending: list[OwedAnswer]) -> list[Any]:
+    def _resolve(self, pending: list[OwedResult]) -> list[Any]:
         self._wait_for(pending, self.timeout_s)
-        return [answer.value for answer in pending]
+        return [result.value for result in pending]
 
     def _take_answers(self, timeout_s: float, failures: dict[int, RankFailure]) -> bool:
         ranks = [rank for rank in self._ranks if rank.number not in failures]
@@ -228,8 +228,8 @@ class ProcessWorkerGroup(FailingGroup):
             if not is_value:
                 assert isinstance(value, RankFailure)
                 return value
-            answer = rank.outstanding.popleft()
-            answer.value, answer.is_done = value, True
+            result = rank.outstanding.popleft()
+            result.value, result.is_done = value, True
         return None if rank.process.is_alive() else self._death_of(rank)
 
     def _loaded(self, rank: _Rank, message: bytes) -> tuple[bool, Any] | RankFailure:
@@ -238,9 +238,9 @@ class ProcessWorkerGroup(FailingGroup):
         except BaseException as error:
             if isinstance(error, EOFError | OSError | RuntimeError):
                 rank.process.join(LOST_ANSWER_S)
-                if not rank.process.is_alive():  # it died, and the tensors of its answer with it
+                if not rank.process.is_alive():  # it died, and the tensors of its result with it
                     return self._death_of(rank)
-            # One answer more than was asked for could not be told from the next.
+            # One result more than was asked for could not be told from the next.
             self._ended = "was ended, since an answer could not be read"
             _end_processes(self._ranks, self._folders)
             raise

@@ -66,7 +66,7 @@ class Location:
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What an actor must know before it can be called."""
+    """The settings of an actor before it can be called."""
 
     world_size: int
     environment: Mapping[str, str]
@@ -228,7 +228,7 @@ def _address_of(interface: str) -> str | None:
     request = struct.pack("256s", interface.encode())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+            result = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
         except OSError:  # it has no address
             return None
-    return socket.inet_ntoa(answer[20:24])
+    return socket.inet_ntoa(result[20:24])

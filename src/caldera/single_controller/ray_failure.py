@@ -1,4 +1,4 @@
-"""What can be told of ranks on a Ray cluster when one of them has failed."""
+"""Reports on ranks of a Ray cluster when one of them has failed."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ Lines: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Sight:
-    """What is to be seen of a rank."""
+    """The visible state of a rank."""
 
     stack: Lines = ()
-    """What its main thread is doing, the innermost frame last."""
+    """The frames of its main thread, the innermost last."""
     log_lines: Lines = ()
     """The last lines of its log."""
     log: str | None = None
     """Where its log is: a path, after the address of the node unless it is this one."""
     gone: str | None = None
-    """What has become of it, if it is not there any more."""
+    """The fate of a rank that is not there any more."""
 
 
 def tell(
@@ -64,7 +64,7 @@ def tell(
     waiting = []
     for rank, method in sorted(methods.items()):
         sight = seen.get(rank, Sight())
-        if sight.gone:  # Ray has not told so yet
+        if sight.gone:  # Ray has not reported that yet
             told.append(RankFailure(rank, method, sight.gone, sight.log_lines, sight.log))
         else:
             waiting.append(WaitingRank(rank, method, sight.stack, sight.log))
@@ -78,7 +78,7 @@ def tell(
 
 
 def look_at_all(locations: Mapping[int, Location]) -> dict[int, Sight]:
-    """Of each rank what is to be seen, also on other nodes as far as they still answer."""
+    """Of each rank what is to be seen, also on other nodes as far as they still respond."""
     ray = ray_module()
     strategies = ray_module("ray.util.scheduling_strategies")
     here = ray.get_runtime_context().get_node_id()
@@ -106,7 +106,7 @@ def look_at_all(locations: Mapping[int, Location]) -> dict[int, Sight]:
 
 
 def look_at(location: Location) -> Sight:
-    """What is to be seen of a rank on this node."""
+    """The visible state of a rank on this node."""
     stack = request_stack(location.pid, Path(location.stack_file))
     of_ray = os.path.dirname(ray_module().__file__)
     lines = (line for line in last_lines(location.log) if not line.startswith(RAY_MARK))
@@ -119,7 +119,7 @@ def look_at(location: Location) -> Sight:
 
 
 def reason_of(error: Exception) -> str:
-    """Why Ray has no answer, in a line or two."""
+    """Why Ray has no result, in a line or two."""
     exceptions = ray_module("ray.exceptions")
     if isinstance(error, exceptions.RayTaskError):  # outside of the worker's own code
         return f"{type(error.cause).__name__}: {error.cause}"

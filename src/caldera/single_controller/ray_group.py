@@ -66,7 +66,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 @dataclass(frozen=True, eq=False)
 class RayPending(Pending):
-    """An answer that an actor owes; another actor can wait for it too."""
+    """A result that an actor owes; another actor can wait for it too."""
 
     group: GroupElsewhere
     rank: int
@@ -82,7 +82,7 @@ class RayPending(Pending):
 
 @dataclass(frozen=True)
 class GroupElsewhere:
-    """What other processes get of a group: they can wait for its answers."""
+    """What other processes get of a group: they can wait for its results."""
 
     key: str
     name: str
@@ -93,10 +93,10 @@ class GroupElsewhere:
         if group is not None:
             return group._resolve(pending)
         ray = ray_module()
-        failures = [f for f in ray.get([answer.failure for answer in pending]) if f is not None]
+        failures = [f for f in ray.get([result.failure for result in pending]) if f is not None]
         if failures:
             raise worker_error(self.name, self.world_size, failures, [])
-        values: list[Any] = ray.get([answer.value for answer in pending])
+        values: list[Any] = ray.get([result.value for result in pending])
         return values
 
     getter = _resolve  # futures wait with either
@@ -285,11 +285,11 @@ class RayWorkerGroup(FailingGroup):
                 refs[id(value)] = ray.put(value)
             return refs[id(value)]
 
-        dealt = [
+        dispatched = [
             (tuple(map(sent, args)), {name: sent(value) for name, value in kwargs.items()})
             for args, kwargs in shares
         ]
-        return [self._submit(rank, method_name, *own) for rank, own in enumerate(dealt)]
+        return [self._submit(rank, method_name, *own) for rank, own in enumerate(dispatched)]
 
     def _ask(self, rank: int, actor_method: str, method: str, *args: Any) -> RayPending:
         call = getattr(self.workers[rank], actor_method).options(num_returns=2)
@@ -301,18 +301,18 @@ class RayWorkerGroup(FailingGroup):
         return self._await(pending, self.timeout_s)
 
     def _await(self, pending: Sequence[RayPending], timeout_s: float) -> list[Any]:
-        """The values of these answers. The end of any call is noted, so that no failure waits."""
+        """The values of these results. The end of any call is noted, so that no failure waits."""
         self._wait_for(pending, timeout_s)
         ray, failures = ray_module(), dict[int, RankFailure]()
-        values = list(dict.fromkeys(answer.value for answer in pending))
+        values = list(dict.fromkeys(result.value for result in pending))
         ray.wait(values, num_returns=len(values), timeout=timeout_s)  # all come at the same time
-        fetched = [self._fetched(answer, answer.value, failures) for answer in pending]
+        fetched = [self._fetched(result, result.value, failures) for result in pending]
         if failures:
             self._fail(failures, timeout_s)
         return fetched
 
-    def _is_done(self, answer: RayPending) -> bool:
-        return answer not in self._open
+    def _is_done(self, result: RayPending) -> bool:
+        return result not in self._open
 
     def _take_answers(self, timeout_s: float, failures: dict[int, RankFailure]) -> bool:
         calls = {a.failure: a for a in self._open if a.rank not in failures}
@@ -326,13 +326,13 @@ class RayWorkerGroup(FailingGroup):
                 failures[failure.rank] = replace(failure, at=time.monotonic())
         return bool(ready)
 
-    def _fetched(self, answer: RayPending, ref: Any, failures: dict[int, RankFailure]) -> Any:
-        """What the reference stands for; an actor that is gone is noted, and None returned."""
+    def _fetched(self, result: RayPending, ref: Any, failures: dict[int, RankFailure]) -> Any:
+        """The value of the reference; an actor that is gone is noted, and None returned."""
         try:
             return ray_module().get(ref)
         except ray_module("ray.exceptions").RayError as error:
-            gone = RankFailure(answer.rank, answer.method, reason_of(error))
-            failures.setdefault(answer.rank, gone)
+            gone = RankFailure(result.rank, result.method, reason_of(error))
+            failures.setdefault(result.rank, gone)
             return None
 
     # ---- failures

@@ -26,12 +26,12 @@ STRICT_PACK = "STRICT_PACK"
 WAIT_S = 300.0
 """How long a pool waits for what others hold."""
 ACCELERATOR_SHARE = 0.001
-"""What a bundle takes of the resource by which Ray marks a node's kind of accelerator."""
+"""The amount of the resource by which Ray marks a node's kind of accelerator, in a bundle."""
 SECONDS_TO_LOOK = 5.0
 """How often a pool that waits looks what the cluster has."""
 
 _held: dict[int, list[tuple[str, dict[str, float]]]] = {}
-"""What the pools of this process hold: of each pool, by its id, nodes and amounts."""
+"""The reservations of this process: of each pool, by its id, nodes and amounts."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class RayResourcePool(ResourcePool):
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What one process reserves, for all the workers that share its place."""
+        """The reservation of one process, for all the workers that share its place."""
         if not self.use_gpu:
             return {"CPU": 1}
         bundle: dict[str, float] = {"CPU": self.max_colocate_count, "GPU": 1}
@@ -107,7 +107,7 @@ class RayResourcePool(ResourcePool):
     ) -> list[Any]:
         """The placement groups, one a node, in the order of the nodes' addresses.
 
-        What the cluster does not have fails at once; what others hold is waited for.
+        What the cluster does not have fails at once; resources held by others are waited for.
         """
         if self._groups is None:
             self.check_capacity()
@@ -338,7 +338,7 @@ def _nodes_of(group: Any) -> dict[int, str]:
 
 
 def _left_by_this_process() -> dict[str, dict[str, float]]:
-    """What each node has, less what this process itself holds and so would wait for in vain."""
+    """The capacity of each node, less the reservations of this process."""
     ray = ray_module()
     left: dict[str, dict[str, float]] = {
         node["NodeID"]: dict(node["Resources"]) for node in ray.nodes() if node["Alive"]

@@ -1,7 +1,7 @@
 """TorchrunWorkerGroup: the ranks are processes that torchrun has started.
 
 Rank 0 runs the controller, and its own worker in a thread beside it; the others serve its calls, in
-`serve`, until it shuts them down. Calls and answers travel over gloo. When a rank fails, rank 0
+`serve`, until it shuts them down. Calls and results travel over gloo. When a rank fails, rank 0
 raises what happened; with its end torchrun ends the others.
 """
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from caldera.single_controller.failure import (
     FailingGroup,
-    OwedAnswer,
+    OwedResult,
     RankFailure,
     WaitingRank,
     exception_failure,
@@ -61,7 +61,7 @@ def is_controller() -> bool:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What rank 0 tells the others before they meet."""
+    """The settings that rank 0 sends the others before they meet."""
 
     device: str
     timeout_s: float
@@ -83,7 +83,7 @@ class TorchrunWorkerGroup(FailingGroup):
         signal.signal(signal.SIGTERM, _end_soon)
         self._control = _meet(_Settings(device, timeout_s))
         self._outcomes: queue.SimpleQueue[tuple[int, bool, Any]] = queue.SimpleQueue()
-        self._outstanding: list[deque[OwedAnswer]] = [deque() for _ in range(self.world_size)]
+        self._outstanding: list[deque[OwedResult]] = [deque() for _ in range(self.world_size)]
         self._own_calls: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, daemon=True)]
         for rank in range(1, self.world_size):
@@ -113,13 +113,13 @@ class TorchrunWorkerGroup(FailingGroup):
 
     def _submit(
         self, rank: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> OwedAnswer:
+    ) -> OwedResult:
         return self._send(rank, method_name, (tuple(args), dict(kwargs)))
 
-    def _send(self, rank: int, method: str, payload: Any) -> OwedAnswer:
+    def _send(self, rank: int, method: str, payload: Any) -> OwedResult:
         self._check_usable()
-        answer = OwedAnswer(self, method)
-        self._outstanding[rank].append(answer)
+        result = OwedResult(self, method)
+        self._outstanding[rank].append(result)
         if rank == 0:
             self._own_calls.put((method, payload))
         else:
@@ -127,11 +127,11 @@ class TorchrunWorkerGroup(FailingGroup):
                 _send(self._control, rank, (method, payload))
             except RuntimeError:  # it is gone
                 self._fail({rank: _death_of(rank, method)})
-        return answer
+        return result
 
-    def _resolve(self, pending: list[OwedAnswer]) -> list[Any]:
+    def _resolve(self, pending: list[OwedResult]) -> list[Any]:
         self._wait_for(pending, self.timeout_s)
-        return [answer.value for answer in pending]
+        return [result.value for result in pending]
 
     def _take_answers(self, timeout_s: float, failures: dict[int, RankFailure]) -> bool:
         try:
@@ -141,8 +141,8 @@ class TorchrunWorkerGroup(FailingGroup):
         if not is_value:
             failures[rank] = value
             return True
-        answer = self._outstanding[rank].popleft()
-        answer.value, answer.is_done = value, True
+        result = self._outstanding[rank].popleft()
+        result.value, result.is_done = value, True
         return True
 
     # ---- threads of rank 0
@@ -158,7 +158,7 @@ class TorchrunWorkerGroup(FailingGroup):
             self._outcomes.put((0, is_value, value))
 
     def _listen(self, rank: int) -> None:
-        """The answers of another rank."""
+        """The results of another rank."""
         while True:
             try:
                 is_value, value = _receive(self._control, rank)
@@ -207,14 +207,14 @@ def serve() -> None:
 
 
 def _perform(rank: int, workers: list[Worker], method: str, payload: Any) -> tuple[bool, Any]:
-    """(True, the answer) or (False, how it failed)."""
+    """(True, the result) or (False, how it failed)."""
     try:
         if method == START:
             workers.append(payload())
             return True, None
         args, kwargs = payload
         return True, call_method(workers[0], method, args, kwargs)
-    except BaseException as error:  # noqa: BLE001  # whatever it is, rank 0 tells it
+    except BaseException as error:  # noqa: BLE001  # whatever it is, rank 0 reports it
         return False, exception_failure(rank, method, error)
 
 
@@ -232,7 +232,7 @@ def _death_of(rank: int, method: str) -> RankFailure:
 
 
 def _meet(settings: _Settings | None) -> Any:
-    """Join all ranks, as rank 0 tells; returns the group for calls and answers."""
+    """Join all ranks, as rank 0 tells; returns the group for calls and results."""
     meeting = dist.rendezvous("env://", timeout=FOREVER)  # type: ignore[attr-defined]
     store, rank, ranks = next(meeting)
     if settings is None:

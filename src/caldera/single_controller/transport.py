@@ -63,7 +63,7 @@ def _portable(entry: Any) -> Any:
 def keep_handovers_quiet() -> None:
     """Print no traceback when a process dies while it fetches memory of this one.
 
-    The thread that hands it out goes on, and whoever waits for that process tells of its end.
+    The thread that hands it out goes on, and the process that waits for that one reports its end.
     """
     before = sys.excepthook
 

@@ -33,7 +33,7 @@ class Worker:
         self._placed = rank, world_size
 
     def close(self) -> None:
-        """Let go of what outlives the process; called when the worker is told to stop."""
+        """Let go of what outlives the process; called when the worker is shut down."""
 
     @property
     def rank(self) -> int:
@@ -80,7 +80,7 @@ class Worker:
     def _register_dispatch_collect_info(
         self, mesh_name: str, dp_rank: int, is_collect: bool
     ) -> None:
-        """Say which part of a batch this rank takes on a mesh, and if its answer is collected."""
+        """Say which part of a batch this rank takes on a mesh, and if its result is collected."""
         if mesh_name in self._parts:
             raise ProtocolError(f"mesh {mesh_name!r} is registered already")
         self._parts = {**self._parts, mesh_name: (dp_rank, is_collect)}

@@ -50,17 +50,17 @@ class ClassWithInitArgs:
 
 
 class Pending(ABC):
-    """Stands for a rank's answer that is still being computed."""
+    """Stands for a rank's result that is still being computed."""
 
     @abstractmethod
     def result(self) -> Any:
-        """Wait for the answer."""
+        """Wait for the result."""
 
 
 class WorkerGroup(ABC):
     """Every `@register`ed method of the worker class is a method of the group.
 
-    It deals the arguments to the ranks, runs them, and joins the answers. Subclasses say how a
+    It splits the arguments among the ranks, runs them, and joins the results. Subclasses say how a
     rank is reached, by `_submit` and `_resolve`.
     """
 
@@ -86,11 +86,11 @@ class WorkerGroup(ABC):
     def _submit(
         self, rank: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Start a method on a rank and return what stands for its answer."""
+        """Start a method on a rank and return what stands for its result."""
 
     @abstractmethod
     def _resolve(self, pending: list[Any]) -> list[Any]:
-        """Wait for the answers, in the order of the list."""
+        """Wait for the results, in the order of the list."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -100,12 +100,12 @@ class WorkerGroup(ABC):
         """Whether the rank can be called."""
         return True
 
-    def is_pending(self, answer: Any) -> bool:
+    def is_pending(self, result: Any) -> bool:
         """Whether this is of the kind that `_submit` returns."""
-        return isinstance(answer, Pending)
+        return isinstance(result, Pending)
 
     def getter(self, pending: list[Any]) -> list[Any]:
-        """What a DataProtoFuture of this group waits with."""
+        """The function that a DataProtoFuture of this group waits with."""
         return self._resolve(pending)
 
     # ---- calls by the name of a registered method
@@ -135,19 +135,19 @@ class WorkerGroup(ABC):
         if spread is not None:
             args = (spread.send(args[0]), *args[1:])
         dispatch_fn, collect_fn = functions_of(registered.dispatch_mode)
-        dealt, named = dispatch_fn(self, *args, **kwargs)
+        dispatched, named = dispatch_fn(self, *args, **kwargs)
         named = dict(named)
         pad_size = named.pop(PADDING_KEY, 0)
         if registered.execute_mode is Execute.RANK_ZERO:
             # What is passed on as it is, is not scattered either.
             scatter = registered.dispatch_mode != Dispatch.ALL_TO_ALL
-            own_args, own_kwargs = self._shares(dealt, named, scatter)[0]
+            own_args, own_kwargs = self._shares(dispatched, named, scatter)[0]
             pending = self._submit(0, method_name, own_args, own_kwargs)
-            answer = self._resolve([pending])[0] if registered.blocking else pending
+            result = self._resolve([pending])[0] if registered.blocking else pending
         else:
-            answers = self._submit_all(method_name, self._shares(dealt, named))
-            answer = collect_fn(self, self._resolve(answers) if registered.blocking else answers)
-        return without_padding(answer, pad_size) if spread is None else spread.restore(answer)
+            results = self._submit_all(method_name, self._shares(dispatched, named))
+            result = collect_fn(self, self._resolve(results) if registered.blocking else results)
+        return without_padding(result, pad_size) if spread is None else spread.restore(result)
 
     def _spread(self, registered: Registration, args: Sequence[Any]) -> SpreadRows | None:
         """Which rank gets which row of the first argument, if this call is to be balanced."""
@@ -188,7 +188,7 @@ class WorkerGroup(ABC):
     # ---- calls of any method
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Start a method on all ranks; returns what stands for the answers.
+        """Start a method on all ranks; returns what stands for the results.
 
         If all arguments are lists with one element for each rank, each gets its own; else every
         rank gets all of them.
@@ -196,7 +196,7 @@ class WorkerGroup(ABC):
         return self._submit_all(method_name, self._shares(args, kwargs))
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """The answers of all ranks."""
+        """The results of all ranks."""
         return self._resolve(self.execute_all_async(method_name, *args, **kwargs))
 
     def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -208,7 +208,7 @@ class WorkerGroup(ABC):
         return self._submit(0, method_name, args, kwargs)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """The answer of rank 0."""
+        """The result of rank 0."""
         return self._resolve([self.execute_rank_zero_async(method_name, *args, **kwargs)])[0]
 
     def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -222,7 +222,7 @@ class WorkerGroup(ABC):
         return self._asked("_query_dispatch_info", mesh_name)
 
     def collect_info(self, mesh_name: str) -> list[bool]:
-        """Whether each rank's answer is collected on a mesh; the workers are asked once."""
+        """Whether each rank's result is collected on a mesh; the workers are asked once."""
         return self._asked("_query_collect_info", mesh_name)
 
     def _parts(self, registered: Registration) -> int:
@@ -282,8 +282,8 @@ class RoleGroup(WorkerGroup):
     def _resolve(self, pending: list[Any]) -> list[Any]:
         return self.whole._resolve(pending)
 
-    def is_pending(self, answer: Any) -> bool:
-        return self.whole.is_pending(answer)
+    def is_pending(self, result: Any) -> bool:
+        return self.whole.is_pending(result)
 
     def is_alive(self, rank: int) -> bool:
         return self.whole.is_alive(rank)

@@ -5,7 +5,7 @@
     {cache}/{URL}.lock
 
 The version is made of the names, sizes and marks of all files, so that what has changed in the
-store is fetched again, while whoever still reads the older version can go on.
+store is fetched again, while readers of the older version can go on.
 """
 
 from __future__ import annotations

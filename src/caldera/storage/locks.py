@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 LOCK = ".lock"
-"""The file of a folder that is locked; it says who has it. Left by a killed process it means
+"""The file of a folder that is locked; it names the holder. Left by a killed process it means
 nothing."""
 
 _held: set[int] = set()
@@ -94,7 +94,7 @@ def remove_locked(folder: Path) -> None:
 def _lock(file: Path, told: str) -> int:
     while True:
         held = _opened(file, told)
-        if held is None:  # whoever had the lock has removed the folder in between
+        if held is None:  # the holder of the lock has removed the folder in between
             continue
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,7 +107,7 @@ def _lock(file: Path, told: str) -> int:
             ) from None
         except OSError as error:
             logger.warning("%s has no lock, so that no other run is refused: %s", told, error)
-        # Whoever had the lock may have removed the file before it let go.
+        # The holder of the lock may have removed the file before it let go.
         if _is_still(held, file):
             os.ftruncate(held, 0)
             os.write(held, f"PID {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -177,7 +177,7 @@ SMALL = 16e6
 
 
 def full_disk(error: BaseException, folder: Path) -> str | None:
-    """What to say of a write to this folder that failed; None if it was not for want of space."""
+    """The message for a write to this folder that failed; None if it was not for want of space."""
     free = shutil.disk_usage(_existing(folder)).free
     if free >= SMALL and not _says_so(error):
         return None
@@ -187,7 +187,7 @@ def full_disk(error: BaseException, folder: Path) -> str | None:
 def _says_so(error: BaseException) -> bool:
     seen: BaseException | None = error
     while seen is not None:
-        is_told = os.strerror(errno.ENOSPC) in str(seen)  # as libraries in other languages tell
+        is_told = os.strerror(errno.ENOSPC) in str(seen)  # libraries in other languages
         if is_told or (isinstance(seen, OSError) and seen.errno == errno.ENOSPC):
             return True
         seen = seen.__cause__ or seen.__context__

@@ -1,4 +1,4 @@
-"""Paths that may be URLs. Whoever has a plain path pays for nothing else of this package."""
+"""Paths that may be URLs. A plain path costs nothing else of this package."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def local_path(path: str, key: str, skip: tuple[str, ...] = ()) -> str:
 
 
 def cache_folder() -> Path:
-    """What can be had again is kept here: `CALDERA_CACHE`, or ~/.cache/caldera."""
+    """The cache folder: `CALDERA_CACHE`, or ~/.cache/caldera."""
     return Path(os.environ.get("CALDERA_CACHE") or "~/.cache/caldera").expanduser()
 
 
@@ -119,7 +119,7 @@ def _fault(name: str) -> str | None:
 
 
 def read_yaml(path: str, key: str) -> Any:
-    """What a YAML file holds; `key` is the one that names it."""
+    """The contents of a YAML file; `key` is the one that names it."""
     file = Path(local_path(path, key)).expanduser()
     if not file.is_file():
         raise ConfigError(f"{key}={path}: there is no such file")

@@ -35,7 +35,7 @@ MOST_LEVELS = 64
 
 
 class HttpFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """What a web server holds. A folder is a page of links, as web servers write it themselves."""
+    """Files of a web server. A folder is a page of links, as web servers write it themselves."""
 
     protocol = PROTOCOLS
 
@@ -98,7 +98,7 @@ def _answer(url: str, method: str, headers: dict[str, str] | None = None) -> Ite
 
 
 def _described(url: str, answer: HTTPResponse) -> dict[str, Any]:
-    """Servers send whoever asks for a folder to its name with a slash at the end."""
+    """Servers redirect requests for a folder to its name with a slash at the end."""
     is_folder = urlsplit(answer.geturl()).path.endswith("/")
     whole = answer.headers.get("Content-Range", "").rpartition("/")[2]
     size = whole if answer.status == 206 else answer.headers.get("Content-Length", "")
@@ -144,9 +144,9 @@ CONTENT_MARKS = (
     "sha256",
     "blob_id",
 )
-"""What stores call a value that changes with a file's content."""
+"""The names in stores of a value that changes with a file's content."""
 TIME_MARKS = ("mtime", "LastModified", "last_modified", "updated", "modificationTime", "created")
-"""What they call the time of its last change, for want of such a value."""
+"""The names of the time of its last change, for want of such a value."""
 
 
 @dataclass(frozen=True)
@@ -154,14 +154,14 @@ class StoredFile:
     name: str
     """Its path below the store's URL; empty if the URL names the file itself."""
     path: str
-    """What the store calls it."""
+    """The name in the store."""
     size: int | None
     mark: str
-    """Changes when the content does, as far as the store tells."""
+    """Changes when the content does, as far as the store knows."""
 
 
 class Store:
-    """What a URL names. Names are paths below it, with slashes.
+    """The place that a URL names. Names are paths below it, with slashes.
 
     A URL that cannot be used is a ConfigError that names the config key. Whatever goes wrong
     afterwards is an OSError, and may go well another time.
@@ -171,7 +171,7 @@ class Store:
         self.url = url
         self._key = key
         try:
-            self._open()  # tells of a missing package now
+            self._open()  # raises for a missing package now
         except OSError as error:
             raise ConfigError(f"{self.told}: {reason_of(error)}{self._hint()}") from error
 
@@ -293,7 +293,7 @@ class Store:
         return system, f"{path.rstrip('/')}/{name}" if name else path
 
     def _listed(self, root: str, found: dict[str, dict[str, Any]]) -> list[StoredFile]:
-        """What a store says it has below a path. Whoever runs the store may be anyone, and the
+        """The store's listing below a path. Whoever runs the store may be anyone, and the
         names become paths of this machine: every listing goes through here."""
         files = []
         for path, info in found.items():

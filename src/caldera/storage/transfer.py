@@ -38,7 +38,7 @@ class Transfer:
                 logger.info("%s", self.line())
 
     def stop(self) -> None:
-        """Whoever goes on transferring gets an error."""
+        """Callers that go on transferring get an error."""
         self._is_stopped = True
 
     def end(self) -> None:
@@ -57,7 +57,7 @@ class Transfer:
 
 
 class CountedFile(Callback):  # type: ignore[misc]  # fsspec has no types
-    """What a store tells the bytes of one file to."""
+    """The counter of the bytes of one file, for stores."""
 
     def __init__(self, transfer: Transfer) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ FindScorer = Callable[[str], Callable[..., Any]]
 
 @dataclass
 class FileCheck:
-    """What a file holds, and its problems."""
+    """The contents of a file, and its problems."""
 
     file: str
     rows: int

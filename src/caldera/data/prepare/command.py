@@ -52,7 +52,7 @@ class DataCommand:
 
 def _prepare(options: argparse.Namespace) -> None:
     name: str = options.name
-    PREPARERS[name]  # a wrong name is told before a wrong folder
+    PREPARERS[name]  # a wrong name is reported before a wrong folder
     if options.hub == (options.raw is not None):
         raise DataError("give either --raw FOLDER, with the raw files, or --hub")
     prepare(
@@ -93,7 +93,7 @@ def _tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """The arguments of the command."""
     whole = argparse.ArgumentParser(prog="caldera data", description="Data sets to train on.")
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
     _add_prepare(commands)

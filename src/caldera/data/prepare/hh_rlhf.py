@@ -1,6 +1,6 @@
 """HH-RLHF: dialogues with a preferred and a rejected last answer.
 
-A row serves both uses: `prompt` is what reinforcement learning samples answers to, and `chosen` and
+A row serves both uses: reinforcement learning samples responses to `prompt`, and `chosen` and
 `rejected` are the pair that a reward model learns from.
 """
 

@@ -76,7 +76,7 @@ def math_row(raw: Row, source: Source) -> Row | None:
 
 
 def boxed_answer(solution: str) -> str:
-    """What stands in the last `\\boxed{...}` (or `\\fbox`) of a solution."""
+    """The contents of the last `\\boxed{...}` (or `\\fbox`) of a solution."""
     boxes = list(BOX.finditer(solution))
     if not boxes:
         raise DataError(f"no \\boxed{{}} in the solution {solution!r}")

@@ -1,4 +1,4 @@
-"""What a data set needs to be prepared: where its raw rows are, and what becomes of one."""
+"""How a data set is prepared: where its raw rows are, and what becomes of one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Source:
     """The file's name in the raw folder, without its extension."""
     hub: HubTable
     data_source: str
-    """What the prepared rows are called, unless the preparer has reasons for another name."""
+    """The name of the prepared rows, unless the preparer has reasons for another one."""
 
 
 ToRow = Callable[[Row, Source], Row | None]
@@ -75,7 +75,7 @@ def rl_row(
     style: str = "rule",
     **extra_info: Any,
 ) -> Row:
-    """A row in verl's schema; a prompt that is a string is what the user says.
+    """A row in verl's schema; a prompt that is a string is the user's message.
 
     Split and index are put in later, when the row's place is known.
     """

@@ -89,9 +89,9 @@ def humaneval_row(raw: Row, source: Source) -> Row:
 
 
 def helpers_of(start: str, function: str) -> str:
-    """What the prompt defines beside the function to complete, and the imports for it.
+    """The definitions of the prompt beside the function to complete, and the imports for it.
 
-    The tests bring it along: were it the answer's, an answer could redefine what judges it.
+    The tests bring it along: were it the response's, a response could redefine what judges it.
     """
     top = ast.parse(start).body
     others = [node for node in top if getattr(node, "name", function) != function]

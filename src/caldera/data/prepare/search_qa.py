@@ -1,7 +1,7 @@
 """Questions that are answered by searching a corpus, in two protocols.
 
 `search_qa` is for the tool `search`, which the model calls by tool calls; `search_qa_tags` is for
-models that search by writing tags of their own, without tools.
+models that search by writing tags themselves, without tools.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What runs inside the sandbox. Standard library only: it is sent there as text."""
+"""The files inside the sandbox. Standard library only: they are sent there as text."""

@@ -43,7 +43,7 @@ def _write(path: str, text: str) -> None:
 
 def _build_root(view: dict[str, Any]) -> None:
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    # The new root would hide what lies below its place: reach the host's files from elsewhere.
+    # The new root would hide what lies below its place: reach the host's files by another path.
     kernel.mount("root", NEW_ROOT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
     os.chdir(NEW_ROOT)
     os.mkdir("host")

@@ -1,4 +1,4 @@
-"""One program in a process of its own: standard streams, limits, and the end of an interpreter."""
+"""One program in a separate process: standard streams, limits, and the end of an interpreter."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ CONTAINERS: dict[str, Any] = {
     "set": set,
     "frozenset": frozenset,
 }
-# What JSON does not know. Integers go in base 16: Python limits the digits of base 10.
+# Values that JSON does not know. Integers go in base 16: Python limits the digits of base 10.
 LEAVES: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "int": (int, hex, lambda text: int(text, 16)),
     "float": (float, repr, float),

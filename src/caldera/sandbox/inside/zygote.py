@@ -1,4 +1,4 @@
-"""A warm interpreter that forks one process tree per program and tells how it ended.
+"""A warm interpreter that forks one process tree per program and reports how it ended.
 
 It never reads a program, its input or its tests: those go through pipes straight to the process
 that needs them, so that nothing of one run lies in the memory of the next.
@@ -30,7 +30,7 @@ MAX_DESCRIPTORS = 5
 NO_REPORT = 125  # exit status of a process that failed before it could say how
 # Fast programs end before the first look, and a program cannot fill much memory between two.
 SECONDS_BETWEEN_LOOKS = 0.03
-# What programs import most, so that they need not wait for it.
+# The modules that programs import most, so that they need not wait for them.
 WARM_MODULES = (
     "bisect",
     "collections",
