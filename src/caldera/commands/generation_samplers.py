@@ -21,8 +21,8 @@ from caldera.protocol import DataProto, DataProtoConfig
 from caldera.rollout.remote import SEED_RANGE, ServerClient
 from caldera.seeds import derive_seed
 from caldera.single_controller import ClassWithInitArgs, ResourcePool, WorkerGroup
-from caldera.workers import SamplerWorker
-from caldera.workers.sampler import (
+from caldera.workers import GenerationWorker
+from caldera.workers.generation import (
     MODEL_KEY,
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -65,7 +65,7 @@ class Samplers:
         trainer = self._config.trainer
         eos, device = self._tokenizer.eos_token_id, str(trainer.device)
         recipe = ClassWithInitArgs(
-            SamplerWorker, self._model, generation_sampler(self._config), eos, device
+            GenerationWorker, self._model, generation_sampler(self._config), eos, device
         )
         places = ResourcePool([trainer.n_gpus_per_node or 1] * trainer.nnodes)
         self._group = self._make_groups(places, {ROLE: recipe})[ROLE]

@@ -33,7 +33,7 @@ from caldera.tools.formats import TOOL_PARSERS
 from caldera.tracking.progress import print_line
 from caldera.trainer.entry import ConfigCommand
 from caldera.workers.building import stop_tokens
-from caldera.workers.sampler import MODEL_KEY, build_sampler, load_sampled, untrained_sampler
+from caldera.workers.generation import MODEL_KEY, build_sampler, load_sampled, untrained_sampler
 
 logger = logging.getLogger(__name__)
 

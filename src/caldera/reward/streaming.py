@@ -54,15 +54,23 @@ def streams(config: PPOTrainerConfig, manager: RewardManager) -> bool:
 class StreamingScorer:
     """Makes a `StreamedScoring` for each batch of prompts. It is built where it is used."""
 
-    def __init__(self, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, rank: int = 0
+    ) -> None:
         manager = load_reward_manager(config, tokenizer, num_examine=0)
         assert isinstance(manager, NaiveRewardManager), "others do not stream"
         self._manager = manager
         self._response_length = config.actor_rollout_ref.rollout.response_length
         self._patience = config.actor_rollout_ref.nccl_timeout * SHARE_OF_PATIENCE
+        self._rank = rank
 
-    def __call__(self, prompts: DataProto) -> StreamedScoring:
-        return StreamedScoring(self._manager, prompts, self._response_length, self._patience)
+    def begin(self, prompts: DataProto) -> StreamedScoring:
+        return StreamedScoring(
+            self._manager, prompts, self._response_length, self._patience, self._rank
+        )
+
+    def finish(self) -> None:
+        """`join` has waited for every score."""
 
 
 class StreamedScoring:
@@ -72,12 +80,18 @@ class StreamedScoring:
     """
 
     def __init__(
-        self, manager: NaiveRewardManager, prompts: DataProto, response_length: int, patience: float
+        self,
+        manager: NaiveRewardManager,
+        prompts: DataProto,
+        response_length: int,
+        patience: float,
+        rank: int = 0,
     ) -> None:
         self._manager = manager
         self._prompts = prompts
         self._response_length = response_length
         self._patience = patience
+        self._rank = rank
         self._begun = time.perf_counter()
         self._finished: queue.SimpleQueue[tuple[int, Completion] | None] = queue.SimpleQueue()
         self._fed: Future[dict[int, Pending]] = Future()
@@ -108,7 +122,9 @@ class StreamedScoring:
             for row, waiting in pending.items():
                 outcomes[row] = self._outcome(waiting)
         except CalderaError as error:
-            logger.warning("responses are left to the controller to score: %s", error)
+            logger.warning(
+                "rank %d: responses are left to the controller to score: %s", self._rank, error
+            )
         answers.non_tensor_batch[OUTCOMES] = object_array(outcomes)
         answers.meta_info["metrics"] = {
             "reward_sampling": sampled - self._begun,

@@ -12,6 +12,7 @@ from caldera.rollout.base import (
     Rollout,
     SamplingParams,
     StepwiseRollout,
+    TrainedPolicy,
     sampler_class,
 )
 from caldera.rollout.engines import build as _engines  # noqa: F401 -- registers them
@@ -32,5 +33,6 @@ __all__ = [
     "Rollout",
     "SamplingParams",
     "StepwiseRollout",
+    "TrainedPolicy",
     "sampler_class",
 ]

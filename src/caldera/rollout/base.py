@@ -23,6 +23,7 @@ from caldera.config.samplers import (
 from caldera.data.importing import load_class
 from caldera.errors import CalderaError, RolloutError, UnsupportedError
 from caldera.models.forward import base_module
+from caldera.models.loading import DTYPES
 from caldera.registry import Registry
 from caldera.rollout.weights import copy_weights
 
@@ -154,6 +155,24 @@ OnToken = Callable[[int, int, float], None]
 """(number that `add` gave, token, its log-prob)."""
 
 
+@dataclass(frozen=True)
+class TrainedPolicy:
+    """The policy beside which a sampler is built."""
+
+    module: nn.Module
+    """The trainer's own, which a sampler may share."""
+    is_whole: bool
+    """Whether this rank holds all of its weights; else it is sharded."""
+    dtype: torch.dtype
+    """Of its parameters."""
+    load: Callable[[torch.dtype], nn.Module]
+    """Another module of the same model, in a precision of its own, with adapters merged."""
+    shape: Callable[[torch.dtype], nn.Module]
+    """The same without values, on the meta device."""
+    timeout_s: float
+    """How long ranks that sample together wait for each other."""
+
+
 class Rollout(ABC):
     """Samples from a causal language model, which it may share with a trainer.
 
@@ -179,6 +198,24 @@ class Rollout(ABC):
         self.version = 0
         self.decode: Decode | None = None
         """From tokens to text; only requests with stop strings need it."""
+
+    @classmethod
+    def beside(cls, policy: TrainedPolicy, config: RolloutConfig, device: torch.device) -> Rollout:
+        """A sampler beside the trained policy: on its module where the sampler can share it, else
+        on a module of its own, which `load_weights` keeps up to date."""
+        if cls.traits.owns_weights or cls.shares(policy, config):
+            return cls(config, policy.module, device)
+        return cls(config, policy.load(cls.dtype_of(policy, config)).to(device), device)
+
+    @classmethod
+    def shares(cls, policy: TrainedPolicy, config: RolloutConfig) -> bool:
+        """Whether it can sample with the policy's own module."""
+        return policy.is_whole and cls.dtype_of(policy, config) == policy.dtype
+
+    @staticmethod
+    def dtype_of(policy: TrainedPolicy, config: RolloutConfig) -> torch.dtype:
+        """Precision of the parameters that it samples with."""
+        return policy.dtype if config.dtype is None else DTYPES[config.dtype]
 
     @abstractmethod
     def generate(

@@ -242,7 +242,8 @@ class TrainingLoop(ABC):
             group.save_checkpoint(folder / name)
         torch.save(self.train_loader.state_dict(), folder / "data.pt")
         parts = {name: part.state_dict() for name, part in self.stateful.items()}
-        state = {"global_steps": self.global_steps, **parts}
+        kept = {name: part for name, part in parts.items() if part}  # many have nothing to keep
+        state = {"global_steps": self.global_steps, **kept}
         (folder / "trainer_state.json").write_text(json.dumps(state))
 
     def _load_checkpoint(self) -> None:
@@ -255,7 +256,8 @@ class TrainingLoop(ABC):
         state_file = folder / "trainer_state.json"
         state = read_part(state_file, lambda path: json.loads(path.read_text()))
         for name, part in self.stateful.items():
-            part.load_state_dict(state[name])
+            if name in state:
+                part.load_state_dict(state[name])
         self.global_steps = step_of(folder)
         self.checkpoints.loaded(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from caldera.rollout.base import Decode
 from caldera.seeds import derive_seed, seed_everything
 from caldera.single_controller import ClassWithInitArgs, Dispatch, Worker, register
 from caldera.workers.phases import on_device
+
+logger = logging.getLogger(__name__)
 
 SHARDING = ("fsdp", "fsdp2")
 
@@ -113,6 +116,19 @@ def check_stop_tokens(module: nn.Module, config: RolloutConfig, key: str) -> Non
         raise ConfigError(
             f"{key}.stop_token_ids={config.stop_token_ids}: the model has the tokens 0 to "
             f"{vocabulary - 1}"
+        )
+
+
+def warn_of_length(module: nn.Module, config: RolloutConfig, keys: str) -> None:
+    """Warn where prompts and responses may be longer than the model was made for."""
+    most = getattr(base_module(module).config, "max_position_embeddings", None)
+    asked = config.prompt_length + config.response_length
+    if most is not None and asked > most:
+        logger.warning(
+            "%s = %d tokens, but the model was made for %d (max_position_embeddings)",
+            keys,
+            asked,
+            most,
         )
 
 

@@ -1,24 +1,19 @@
-"""The worker of generation: a model that samples and is never trained."""
+"""The sampler's worker: it samples the responses of a batch."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-import torch
 from torch import nn
 
-from caldera.config import ModelConfig, RolloutConfig
-from caldera.data import object_array
-from caldera.errors import ConfigError
-from caldera.models.forward import base_module
-from caldera.models.loading import DTYPES, load_policy, shape_of_policy
+from caldera.config import ActorRolloutRefConfig
 from caldera.protocol import DataProto
-from caldera.rollout import ROLLOUTS, Completion, Request, Rollout, sampler_class
-from caldera.rollout.batch import requests_from_batch
+from caldera.rollout import Rollout, SamplingParams
+from caldera.rollout.base import OnFinished
+from caldera.rollout.batch import completions_to_batch, requests_from_batch, sampling_params
 from caldera.single_controller import (
     Dispatch,
-    Worker,
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
@@ -27,100 +22,133 @@ from caldera.workers.building import (
     decoder,
     register_sampling_mesh,
     stop_tokens,
+    warn_of_length,
 )
+from caldera.workers.hooks import MakeHook, ResponseHooks
+from caldera.workers.phases import PROMPTS, REWARD_ROWS
+from caldera.workers.profiling import ProfiledWorker, profiled
+from caldera.workers.weight_sync import WeightSync
 
-logger = logging.getLogger(__name__)
-
-MODEL_KEY = "model"
+KEY = "actor_rollout_ref.rollout"
+LENGTHS = "data.max_prompt_length + data.max_response_length"
 ON_SAMPLER = make_nd_compute_dataproto_dispatch_fn("rollout")
-PROMPT_IDS, SEEDS, RESPONSE_IDS = "raw_prompt_ids", "sample_seeds", "response_ids"
+"""Ranks that sample together get the same rows."""
 
 
-class SamplerWorker(Worker):
-    """Each rank has the whole model, or shares an engine that has. A row is a prompt with the seeds
-    of its n samples."""
+class Agents(Protocol):
+    """Runs a trajectory for each row of a batch."""
 
-    def __init__(
-        self, model: ModelConfig, rollout: RolloutConfig, eos_token_id: int | None, device: str
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.config = rollout
-        self.eos_token_id = eos_token_id
-        self.device = torch.device(device)
+    def __call__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        seeds: Sequence[int],
+        rollout: Rollout,
+        params: SamplingParams,
+        pad_token_id: int,
+        on_finished: OnFinished | None,
+    ) -> DataProto:
+        """The trajectories as a batch; `on_finished` is called as soon as one ends."""
+        ...
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Load the weights, in the precision of sampling, and build the sampler."""
-        config = self.config
-        module = load_sampled(self.model, config.sampler, str(config.dtype), config.seed)
+
+MakeAgents = Callable[[], Agents]
+"""Called in the sampler's process, to which it is sent."""
+
+
+class SamplerWorker(ProfiledWorker):
+    """Samples a response a row, or a trajectory where agent loops run.
+
+    Where its weights come from, and when it may use the device's memory, is up to `weight_sync`.
+    """
+
+    config: ActorRolloutRefConfig
+    rollout: Rollout
+    weight_sync: WeightSync
+
+    def set_hooks(self, hooks: Sequence[MakeHook], make_agents: MakeAgents | None) -> None:
+        """`hooks`: see `workers.hooks`; `make_agents` makes what has trajectories of several turns
+        sampled instead of single responses."""
+        self._hooks = ResponseHooks(hooks)
+        self._make_agents = make_agents
+        self._agents: Agents | None = None
+
+    def prepare_sampling(self, policy: nn.Module) -> None:
+        """Before the sampler is built: what is asked of it fits the policy's model."""
+        config = self.config.rollout
+        self._policy = policy
         register_sampling_mesh(self, "rollout", config)
-        check_stop_tokens(module, config, "rollout")
-        self.rollout = build_sampler(config, module, self.device)
-        if config.stop:
-            self.rollout.decode = decoder(self.model)
-        self._stop_tokens = stop_tokens(module, self.eos_token_id)
-        most = getattr(base_module(module).config, "max_position_embeddings", None)
-        asked = config.prompt_length + config.response_length
-        if self.rank == 0 and most is not None and asked > most:
-            logger.warning(
-                "rollout.prompt_length + rollout.response_length = %d tokens, but the model was "
-                "made for %d (max_position_embeddings)",
-                asked,
-                most,
-            )
+        warn_of_length(policy, config, LENGTHS)
+        check_stop_tokens(policy, config, KEY)
+
+    def use_sampler(self, rollout: Rollout, weight_sync: WeightSync) -> None:
+        """Sample with it from now on."""
+        if self.config.rollout.stop:
+            rollout.decode = decoder(self.config.model)
+        self.rollout = rollout
+        self.weight_sync = weight_sync
 
     def close(self) -> None:
-        if hasattr(self, "rollout"):  # not before `init_model`
+        if hasattr(self, "rollout"):  # not before `use_sampler`
             self.rollout.close()
 
-    @register(dispatch_mode=ON_SAMPLER, needs=(PROMPT_IDS, SEEDS))
+    @register(dispatch_mode=ON_SAMPLER, needs=PROMPTS)
+    @profiled("rollout")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Sample as many responses a row as it has seeds; returns their tokens, without padding.
+        """Sample one response a row; the row's `sample_seed` decides its random numbers.
 
-        Of ranks that share an engine the first answers.
+        Of ranks that sample together the first responds.
         """
-        if not self.rollout.leads:
-            return DataProto()
-        counts = [len(seeds) for seeds in prompts.non_tensor_batch[SEEDS]]
-        seeds = [int(seed) for row in prompts.non_tensor_batch[SEEDS] for seed in row]
-        samples = prompts.sample_level_repeat(counts)
-        requests = requests_from_batch(samples, self.config, self._stop_tokens, seeds)
-        completions = iter(self._sample(requests, counts))
-        responses = [[next(completions).token_ids for _ in range(count)] for count in counts]
-        return DataProto(non_tensor_batch={RESPONSE_IDS: object_array(responses)})
+        if self.rollout.leads:
+            with self.rollout.leading():
+                return self._sample(prompts)
+        with self.weight_sync:
+            self.rollout.follow()
+        return DataProto()
 
-    def _sample(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Completion]:
-        if not self.rollout.traits.draws_together:
-            return self.rollout.generate(requests)
-        # Responses would depend on what else is in the batch, so each prompt is a separate batch.
-        groups = _groups(requests, counts)
-        return [completion for group in groups for completion in self.rollout.generate(group)]
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @profiled("rollout")
+    def update_weights(self) -> None:
+        """Take the policy's newest weights now, not at the next call of `generate_sequences`."""
+        self.weight_sync.update_weights()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_hooks(self) -> None:
+        """Wait for what hooks still write, such as traces; no more responses will come."""
+        self._hooks.finish()
+
+    def _sample(self, prompts: DataProto) -> DataProto:
+        hooks = self._hooks.begin(prompts, self.rank)
+        with hooks, self.weight_sync:
+            if self._make_agents is None:
+                responses = self._responses(prompts, hooks.on_finished)
+            else:
+                responses = self._trajectories(prompts, hooks.on_finished)
+        return hooks.join(responses)
+
+    def _responses(self, prompts: DataProto, on_finished: OnFinished | None) -> DataProto:
+        config = self.config.rollout
+        requests = requests_from_batch(prompts, config, self._stops(prompts), _seeds(prompts))
+        return completions_to_batch(
+            prompts,
+            self.rollout.generate(requests, on_finished),
+            config.response_length,
+            prompts.meta_info["pad_token_id"],
+            config.calculate_log_probs,
+        )
+
+    def _trajectories(self, prompts: DataProto, on_finished: OnFinished | None) -> DataProto:
+        """A trajectory a row, of as many turns as its agent loop takes."""
+        if self._agents is None:
+            assert self._make_agents is not None
+            self._agents = self._make_agents()
+        rows = list(prompts.non_tensor_batch[REWARD_ROWS])
+        params = sampling_params(prompts.meta_info, self.config.rollout, self._stops(prompts))
+        pad = prompts.meta_info["pad_token_id"]
+        return self._agents(rows, _seeds(prompts), self.rollout, params, pad, on_finished)
+
+    def _stops(self, prompts: DataProto) -> set[int]:
+        return stop_tokens(self._policy, prompts.meta_info["eos_token_id"])
 
 
-def untrained_sampler(name: str) -> type[Rollout]:
-    """The sampler of that name, outside training."""
-    if name not in ROLLOUTS and not set(name) & set(".:"):
-        raise ConfigError(f"rollout.name={name!r}: takes one of {', '.join(ROLLOUTS.names())}")
-    return sampler_class(name, "rollout.name")
-
-
-def load_sampled(model: ModelConfig, sampler: str, dtype: str, seed: int) -> nn.Module:
-    """What the sampler of that name samples from. A server elsewhere has weights of its own: of the
-    model here, which may be far too large for this machine, the shape is enough."""
-    if not untrained_sampler(sampler).traits.takes_weights:
-        return shape_of_policy(model, MODEL_KEY)
-    return load_policy(model, DTYPES[dtype], seed, MODEL_KEY)
-
-
-def build_sampler(config: RolloutConfig, module: nn.Module, device: torch.device) -> Rollout:
-    """A sampler of the weights that the module has; an engine takes them when it first samples."""
-    sampler = untrained_sampler(config.sampler)
-    return sampler(config, module.to(device) if sampler.traits.takes_weights else module, device)
-
-
-def _groups(requests: Sequence[Request], counts: Sequence[int]) -> Iterator[Sequence[Request]]:
-    start = 0
-    for count in counts:
-        yield requests[start : start + count]
-        start += count
+def _seeds(prompts: DataProto) -> list[int]:
+    return [int(seed) for seed in prompts.non_tensor_batch["sample_seed"]]

@@ -25,18 +25,25 @@ class WeightSync:
         """`dtype` is the precision in which the engine computes log-probs."""
         self._engine = engine
         self._rollout = rollout
-        self._free_cache = free_cache
         self._dtype = dtype
         self.shares_storage = not rollout.traits.owns_weights and rollout.module is engine.module
+        """Both use one module: nothing is copied, and the engine's memory is the sampler's."""
+        self.streams = not self.shares_storage and rollout.traits.takes_weights
+        """The engine's weights, or its adapter alone, go over once after each update."""
+        self.checks = self.streams and rollout.traits.checks_weights
+        """The sampler must agree with the engine on the log-probs of a probe."""
+        self.frees_cache = free_cache
+        """The sampler gives its memory back after each batch; else it keeps it while the engine
+        trains."""
         self._sent_version: int | None = None
 
     def update_weights(self) -> None:
         """Give the sampler the engine's newest weights, unless it has them."""
         version = self._engine.version
-        if not self.shares_storage and self._sent_version != version:
+        if self.streams and self._sent_version != version:
             self._engine.onload()
             self._rollout.update(self._engine, version)
-            if self._rollout.traits.checks_weights:
+            if self.checks:
                 self._rollout.expect(self._probe())
             self._engine.offload()
             self._rollout.synchronize()
@@ -66,7 +73,7 @@ class WeightSync:
         self._rollout.wake_up()
 
     def __exit__(self, *error: object) -> None:
-        if self._free_cache:
+        if self.frees_cache:
             self._rollout.sleep()
         if self.shares_storage:
             self._engine.offload()

@@ -108,7 +108,7 @@ def test_the_rewards_are_those_of_scoring_afterwards(
                   "cfg={enable: true, len: 2, penalty_factor: 1, log: true}")  # fmt: skip
     make_scorer = pickle.loads(pickle.dumps(partial(StreamingScorer, config, tokenizer)))
     prompts = prompts_of(COLUMNS)
-    scoring = make_scorer()(prompts)
+    scoring = make_scorer(0).begin(prompts)
     stream(scoring, order)
     streamed = with_columns(scoring.join(answers_of(prompts)))
     assert set(streamed.meta_info["metrics"]) == {"reward_sampling", "reward_wait"}

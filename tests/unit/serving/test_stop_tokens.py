@@ -14,7 +14,7 @@ from caldera.rollout import SamplingParams
 from caldera.serving import ChatModel
 from caldera.serving.reading import _params
 from caldera.workers.building import stop_tokens
-from caldera.workers.sampler import load_sampled
+from caldera.workers.generation import load_sampled
 
 
 @pytest.mark.parametrize("sampler", ["remote", "native"])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from caldera.config.samplers import SAMPLERS
-from caldera.errors import RolloutError, UnsupportedError
+from caldera.errors import ConfigError, RolloutError, UnsupportedError
 from caldera.models.exact import exactness, make_exact
 from caldera.models.forward import adapters_in_use, base_module
 from caldera.models.support import refuse_longer, refuse_other_models
@@ -26,8 +26,10 @@ from caldera.rollout.base import (
     OnFinished,
     OnToken,
     Request,
+    Rollout,
     RolloutPart,
     StepwiseRollout,
+    TrainedPolicy,
 )
 from caldera.rollout.native.attention import to_device
 from caldera.rollout.native.blocks import BlockManager, IntArray, pages_for
@@ -82,6 +84,22 @@ class NativeRollout(StepwiseRollout):
         self._raw_log_probs = config.logprobs_mode == "raw_logprobs"
         self._numbers = itertools.count()
         self._reset()
+
+    @classmethod
+    def beside(cls, policy: TrainedPolicy, config: RolloutConfig, device: torch.device) -> Rollout:
+        if config.tensor_model_parallel_size > 1:
+            from caldera.rollout.native.parallel.engine import TensorParallelRollout
+
+            empty = policy.shape(cls.dtype_of(policy, config))
+            return TensorParallelRollout.join(config, empty, device, policy.timeout_s)
+        if config.native.exact and not cls.shares(policy, config):
+            raise ConfigError(
+                "actor_rollout_ref.rollout.native.exact=True: sampler and trainer must share "
+                "one module, but the actor is sharded, or actor_rollout_ref.rollout.dtype="
+                f"{config.dtype} is not that of its parameters. Takes strategy=local, and the "
+                "same precision"
+            )
+        return super().beside(policy, config, device)
 
     def _make_runner(self) -> Runner:
         config, device = self.config, self.device

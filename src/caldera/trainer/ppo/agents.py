@@ -31,7 +31,7 @@ from caldera.search_agent.loop import search_metrics
 from caldera.tools.formats import TOOL_PARSERS
 from caldera.tools.loading import load_tools
 from caldera.tools.running import Side, ToolRunner
-from caldera.workers.agents import MakeAgents
+from caldera.workers.sampler import MakeAgents
 
 logger = logging.getLogger(__name__)
 

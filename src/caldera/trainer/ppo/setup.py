@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 from transformers.utils.logging import disable_progress_bar
@@ -43,10 +44,9 @@ from caldera.trainer.ppo.tracing import make_tracer
 from caldera.trainer.ppo.trainer import PPOTrainer
 from caldera.trainer.running import check_folders, locked_run, stop_told
 from caldera.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
-from caldera.workers.agents import MakeAgents
 from caldera.workers.building import ChosenWorker
-from caldera.workers.scoring import MakeScorer
-from caldera.workers.tracing import MakeTracer
+from caldera.workers.hooks import MakeHook
+from caldera.workers.sampler import MakeAgents
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class TaskRunner:
             with stop_told(config, lambda: trainer.global_steps):
                 trainer.init_workers()
                 trainer.fit()
-                trainer.policy.finish_traces()
+                trainer.sampler.finish_hooks()
         finally:
             if trainer.checkpoints.has_saved:  # else a restart begins where this run began
                 config.trainer.resume_mode = "auto"
@@ -161,11 +161,13 @@ class TaskRunner:
         )
         # Whatever samples responses, for training or validation, scores them alike.
         streamed = streams(config, reward_fn)
-        make_scorer = partial(StreamingScorer, servers.config, tokenizer) if streamed else None
+        # The tracer comes after the scorer: it writes the rewards down.
+        scorer = partial(StreamingScorer, servers.config, tokenizer) if streamed else None
+        hooks = [hook for hook in (scorer, tracer) if hook is not None]
         return trainer_class(
             config,
             tokenizer,
-            self._workers(config, make_scorer, agents, tracer),
+            self._workers(config, hooks, agents),
             self._pools(config),
             self._make_groups,
             servers.awake(reward_fn),
@@ -179,14 +181,13 @@ class TaskRunner:
     def _workers(
         self,
         config: PPOTrainerConfig,
-        make_scorer: MakeScorer | None,
+        hooks: Sequence[MakeHook],
         agents: MakeAgents | None,
-        tracer: MakeTracer | None,
     ) -> dict[Role, ClassWithInitArgs]:
         """How to make the worker of each role that this run needs."""
         device, parts = str(config.trainer.device), config.actor_rollout_ref
         policy = Role.ActorRolloutRef if needs_reference(config) else Role.ActorRollout
-        arguments = (parts, policy.value, device, make_scorer, agents, tracer)
+        arguments = (parts, policy.value, device, hooks, agents)
         workers: dict[Role, ClassWithInitArgs] = {
             policy: ChosenWorker(
                 parts.worker_class,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +15,6 @@ from caldera.config import PPOTrainerConfig
 from caldera.protocol import DataProto
 from caldera.reward import OUTCOMES, ROWS
 from caldera.rollout import Completion
-from caldera.rollout.base import OnFinished
 from caldera.tracking.traces import (
     GENERATION,
     TOKENS,
@@ -25,7 +24,7 @@ from caldera.tracking.traces import (
     TraceWriter,
     check_tracer,
 )
-from caldera.workers.tracing import MakeTracer
+from caldera.workers.hooks import MakeHook
 
 __all__ = ["BatchTracing", "RolloutTracer", "make_tracer"]
 
@@ -33,7 +32,7 @@ ROW_FACTS = ("uid", "data_source", "agent_name", "index")
 """Columns of a row that its trace can be found by."""
 
 
-def make_tracer(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase) -> MakeTracer | None:
+def make_tracer(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase) -> MakeHook | None:
     """What makes the tracer in a worker's process, or None if nothing is traced."""
     backend = config.actor_rollout_ref.rollout.trace.backend
     check_tracer(backend)
@@ -60,7 +59,7 @@ class RolloutTracer:
         self._place: tuple[int, bool] | None = None
         self._taken = 0
 
-    def begin(self, prompts: DataProto, on_finished: OnFinished | None) -> BatchTracing:
+    def begin(self, prompts: DataProto) -> BatchTracing:
         meta = prompts.meta_info
         place = (int(meta.get("global_steps", 0)), bool(meta.get("validate", False)))
         if place != self._place:
@@ -68,7 +67,7 @@ class RolloutTracer:
         left = len(prompts) if self._most is None else self._most - self._taken
         count = min(left, len(prompts))
         self._taken += count
-        return BatchTracing(self.writer, prompts, count, place, on_finished)
+        return BatchTracing(self.writer, prompts, count, place)
 
     def finish(self) -> None:
         self.writer.finish()
@@ -86,13 +85,11 @@ class BatchTracing:
         prompts: DataProto,
         count: int,
         place: tuple[int, bool],
-        on_finished: OnFinished | None,
     ) -> None:
         self._writer = writer
         self._prompts = prompts
         self._count = count
         self._step, self._validate = place
-        self._next = on_finished
         self._begun = time.time()
         self._ended: dict[int, tuple[float, Completion]] = {}
 
@@ -100,11 +97,15 @@ class BatchTracing:
         """Note when a response ended."""
         if place < self._count:
             self._ended[place] = time.time() - self._begun, completion
-        if self._next is not None:
-            self._next(place, completion)
 
-    def write(self, responses: DataProto) -> None:
-        """Hand the traces to the thread that writes them."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Traces are written by `join`, when rewards are known."""
+
+    def join(self, responses: DataProto) -> DataProto:
+        """Hand the traces to the thread that writes them; the batch stays as it is."""
         facts = responses.non_tensor_batch.get(COLUMN)
         outcomes = responses.non_tensor_batch.get(OUTCOMES)
         traces = []
@@ -120,6 +121,7 @@ class BatchTracing:
         for fact in () if facts is None else facts:  # the controller has no use for them
             for event in fact.timeline:
                 event.pop(DETAIL, None)
+        return responses
 
     def _trace(self, row: int, spans: list[Span], outputs: dict[str, Any]) -> Trace:
         columns: Mapping[str, Any] = self._prompts.non_tensor_batch[ROWS][row]

@@ -41,7 +41,6 @@ from caldera.trainer.ppo.advantage import (
     variance_metrics,
 )
 from caldera.trainer.ppo.agents import agent_metrics, with_agent_columns
-from caldera.trainer.ppo.dynamic_sampling import GroupFilter
 from caldera.trainer.ppo.metrics import (
     compute_data_metrics,
     compute_throughput_metrics,
@@ -60,7 +59,8 @@ from caldera.trainer.ppo.rewards import (
 from caldera.trainer.ppo.validation import Validator, check_formats, dump_responses
 from caldera.trainer.ppo.warning_signs import WarningSigns
 from caldera.trainer.profiling import StepProfiler
-from caldera.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+from caldera.trainer.sources import RolloutSource, SynchronousSource
+from caldera.workers import CriticWorker, PolicyWorker, RewardModelWorker, SamplerWorker
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,8 @@ class PPOTrainer(TrainingLoop):
         self.use_critic = needs_critic(config)
         self.use_reference = needs_reference(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
-        self.stateful["kl_ctrl"] = self.kl_controller
+        self.source: RolloutSource = SynchronousSource(config, self.rollout, self.score)
+        self.stateful |= {"kl_ctrl": self.kl_controller, "rollout_source": self.source}
         self.profiler = StepProfiler(config)
         self.validates_first = config.trainer.val_before_train
         self.only_validates = config.trainer.val_only
@@ -119,7 +120,7 @@ class PPOTrainer(TrainingLoop):
             tokenizer,
             val_loader,
             val_reward_fn,
-            lambda prompts: self.policy.generate_sequences(prompts),
+            lambda prompts: self.sampler.generate_sequences(prompts),
             self._meta,
             self.sends_rows,
             self.first_scores,
@@ -145,7 +146,9 @@ class PPOTrainer(TrainingLoop):
             "actor",
             actor.checkpoint.async_save,
         )
-        self.policy = policy.typed(ActorRolloutRefWorker)
+        # One group has both roles; nothing below depends on that.
+        self.policy = policy.typed(PolicyWorker)
+        self.sampler = policy.typed(SamplerWorker)
         self._policy_group = policy
         self.critic: CriticWorker | None = None
         if self.use_critic:
@@ -220,12 +223,7 @@ class PPOTrainer(TrainingLoop):
         """From prompts to new weights: (the batch, metrics, seconds by phase)."""
         timing: dict[str, float] = {}
         with marked_timer("step", timing):
-            groups = GroupFilter(self.config)
-            while not groups.enough:  # once, but for dynamic sampling
-                batch = self.rollout(next(rows), groups.batches, timing)
-                self.score(batch, timing)
-                groups.add(batch)
-            batch, metrics = groups.take()
+            batch, metrics = self.source.next_batch(rows, timing)  # self.rollout, self.score
             self.evaluate(batch, metrics, timing)
             batch = self.advantage(batch, metrics, timing)
             self.update(batch, metrics, timing)
@@ -244,7 +242,7 @@ class PPOTrainer(TrainingLoop):
             rows, rollout.n, rollout.seed, place, self._meta, self.sends_rows
         )
         with marked_timer("gen", timing):
-            responses = self.policy.generate_sequences(prompts)
+            responses = self.sampler.generate_sequences(prompts)
         waited_for_rewards(check_loops(batch, responses), timing)
         if GREEDY_BASELINE in needs_of(self.config.algorithm.adv_estimator):
             with marked_timer("gen_max", timing):
@@ -304,7 +302,8 @@ class PPOTrainer(TrainingLoop):
             with marked_timer("update_actor", timing):
                 metrics |= with_role(metrics, self.policy.update_actor(batch))
         with marked_timer("update_weights", timing):
-            self.policy.update_weights()
+            self.sampler.update_weights()
+        self.source.on_new_weights(self.global_steps)
 
     # ------------------------------------------------------------------ around a step
 
@@ -313,7 +312,7 @@ class PPOTrainer(TrainingLoop):
         n = self.config.actor_rollout_ref.rollout.n
         firsts = prompts[::n]
         firsts.meta_info = prompts.meta_info | {"do_sample": False}
-        sampled = self.policy.generate_sequences(firsts)
+        sampled = self.sampler.generate_sequences(firsts)
         responses = batch[::n].union(with_agent_columns(sampled))
         rewards, extras = self._rewards(responses)
         is_there = takes_part(extras, len(responses), self.config)

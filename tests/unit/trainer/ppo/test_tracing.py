@@ -77,11 +77,11 @@ def prompts(rows: int = 2, **meta: Any) -> DataProto:
 
 
 def trace_answers(of: RolloutTracer, batch: DataProto) -> None:
-    tracing = of.begin(batch, None)
+    tracing = of.begin(batch)
     for row in range(len(batch)):
         tracing.on_finished(row, Completion([3, 4], [-1.0, -3.0], "stop", 5))
     outcomes = [Outcome(0.5), *[None] * (len(batch) - 1)]
-    tracing.write(DataProto.from_dict(non_tensors={OUTCOMES: object_array(outcomes)}))
+    tracing.join(DataProto.from_dict(non_tensors={OUTCOMES: object_array(outcomes)}))
 
 
 def test_a_single_answer_is_one_generation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,14 +116,13 @@ def test_a_step_has_so_many_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None
     assert found == [(1, False)] * 3 + [(1, True)] * 2 + [(2, False)] * 2
 
 
-def test_others_are_told_of_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beyond_the_limit_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     of = tracer(monkeypatch, max_samples_per_step_per_worker=0)
-    told: list[int] = []
-    tracing = of.begin(prompts(), lambda place, _: told.append(place))
-    for row in (1, 0):
-        tracing.on_finished(row, Completion([3], [-1.0], "stop", 0))
-    tracing.write(DataProto())
-    assert told == [1, 0] and written(of) == []
+    with of.begin(prompts()) as tracing:
+        for row in (1, 0):
+            tracing.on_finished(row, Completion([3], [-1.0], "stop", 0))
+    responses = DataProto()
+    assert tracing.join(responses) is responses and written(of) == []
 
 
 def test_a_trajectory_has_a_span_for_each_turn_and_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +137,7 @@ def test_a_trajectory_has_a_span_for_each_turn_and_call(monkeypatch: pytest.Monk
     facts = TrajectoryFacts(3, {}, turn_rewards=[(0, 0.25)], timeline=timeline)
     of = tracer(monkeypatch, max_samples_per_step_per_worker=1)
     answers = DataProto.from_dict(non_tensors={COLUMN: object_array([facts, facts])})
-    of.begin(prompts(), None).write(answers)
+    of.begin(prompts()).join(answers)
     (trace,) = written(of)
     assert [(span.name, span.kind, span.seconds) for span in trace.spans] == [
         ("generate", "generation", 1.0), ("add", "tool", 0.25), ("", "tool", 0.5),
