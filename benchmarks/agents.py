@@ -29,7 +29,7 @@ from caldera.agent_loop.base import AgentLoopBase, AgentLoopOutput, Equipment, r
 from caldera.agent_loop.manager import AgentLoops
 from caldera.agent_loop.output import COLUMN
 from caldera.config import PPOTrainerConfig, load_config, resolve_for_machine
-from caldera.data.turns import TurnAppender
+from caldera.data.chat import TurnAppender
 from caldera.demo.arithmetic import build_model, build_tokenizer
 from caldera.protocol import tensors_of
 from caldera.rollout import NativeRollout, Request, SamplingParams

@@ -14,9 +14,9 @@ from torch import Tensor
 from caldera.config import RolloutConfig
 from caldera.config.rollout import CheckpointEngineConfig
 from caldera.errors import RolloutError
-from caldera.rollout.engines.build import _weights
 from caldera.rollout.engines.host.caldera_engine.buckets import Bucket
 from caldera.rollout.engines.process import EngineProcess
+from caldera.rollout.engines.rollout import _weights
 from caldera.rollout.engines.weights import CudaBuckets, EngineWeights
 
 pytestmark = pytest.mark.gpu

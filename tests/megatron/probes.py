@@ -101,7 +101,7 @@ def _near(one: Tensor, other: Tensor) -> bool:
 
 def a_head_that_is_cut(_: Expected) -> list[str]:
     """Against the whole head, in float64: outputs and gradients."""
-    from caldera.engine.megatron.head import VocabularyPart, cut_head_outputs
+    from caldera.engine.megatron.stage import VocabularyPart, cut_head_outputs
 
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(6, 8, generator=generator, dtype=torch.float64).requires_grad_()

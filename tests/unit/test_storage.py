@@ -21,8 +21,7 @@ from caldera.data import hf_tokenizer, load_object, read_rows
 from caldera.errors import ConfigError, DataError
 from caldera.storage import below_url, cache_folder, fetching, local_path, shown_url
 from caldera.storage.fetching import fetch
-from caldera.storage.store import Store, _children
-from caldera.storage.transfer import Transfer, retried
+from caldera.storage.store import Store, Transfer, _children, retried
 
 KEY = "data.train_files"
 

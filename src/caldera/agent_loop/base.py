@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from caldera.data.chat import Message, render_chat, tokenize_text
-from caldera.data.turns import TurnAppender
+from caldera.data.chat import Message, TurnAppender, render_chat, tokenize_text
 from caldera.errors import RolloutError, UnsupportedError
 from caldera.registry import Registry
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from caldera.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from caldera.agent_loop.output import AGENT
-from caldera.data.collate import truncate
 from caldera.data.importing import load_object
+from caldera.data.loader import truncate
 from caldera.errors import ConfigError, RolloutError
 from caldera.installation import install_command
 from caldera.rollout import AsyncSampler

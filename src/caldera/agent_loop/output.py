@@ -12,7 +12,7 @@ import torch
 
 from caldera.agent_loop.base import AgentLoopOutput
 from caldera.data import object_array
-from caldera.data.collate import compute_position_ids, left_pad, right_pad
+from caldera.data.loader import compute_position_ids, left_pad, right_pad
 from caldera.errors import DataError, RolloutError
 from caldera.protocol import DataProto
 

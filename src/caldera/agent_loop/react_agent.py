@@ -31,7 +31,7 @@ from pydantic import PrivateAttr
 from caldera.agent_loop.base import AgentLoopOutput, register
 from caldera.agent_loop.tool_agent import State, ToolAgentLoop
 from caldera.data.chat import Message
-from caldera.data.collate import truncate
+from caldera.data.loader import truncate
 from caldera.errors import ConfigError, RolloutError
 from caldera.installation import install_command
 from caldera.tools.formats import FunctionCall, ParsedCalls

@@ -10,7 +10,7 @@ from typing import Any
 from caldera.agent_loop.base import AgentLoopBase, AgentLoopOutput, TokenOutput, register
 from caldera.agent_loop.black_box import BatchServer, Session
 from caldera.agent_loop.output import DETAIL, GENERATE, Timeline
-from caldera.data.collate import truncate
+from caldera.data.loader import truncate
 from caldera.errors import RolloutError, UnsupportedError
 from caldera.rollout import AsyncSampler, Request, SamplingParams
 from caldera.seeds import derive_seed

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from caldera.agent_loop.base import AgentLoopBase, AgentLoopOutput, register
 from caldera.agent_loop.output import DETAIL, TOOL, USER
 from caldera.data.chat import Message
-from caldera.data.collate import truncate
+from caldera.data.loader import truncate
 from caldera.errors import DataError
-from caldera.interactions.conversation import Conversation
+from caldera.interactions.base import Conversation
 from caldera.tools.base import encodable
 from caldera.tools.formats import FunctionCall
 from caldera.tools.running import ToolOutcome, ToolState

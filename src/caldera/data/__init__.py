@@ -3,15 +3,6 @@
 from __future__ import annotations
 
 from caldera.data.chat import chat_messages, hf_tokenizer, render_chat, tokenize_chat
-from caldera.data.collate import (
-    Batch,
-    collate_fn,
-    compute_position_ids,
-    left_pad,
-    object_array,
-    right_pad,
-    truncate,
-)
 from caldera.data.create import (
     create_preference_dataset,
     create_rl_dataset,
@@ -19,15 +10,21 @@ from caldera.data.create import (
 )
 from caldera.data.files import read_rows
 from caldera.data.importing import chosen_class, load_object, registered_or_own
-from caldera.data.length_filter import fitting_prompts, prompt_lengths
 from caldera.data.loader import (
+    Batch,
     FixedLoader,
     StatefulLoader,
+    collate_fn,
+    compute_position_ids,
     create_train_loader,
     create_val_loader,
+    left_pad,
+    object_array,
+    right_pad,
+    truncate,
 )
 from caldera.data.preference_dataset import PreferenceDataset
-from caldera.data.rl_dataset import RLHFDataset
+from caldera.data.rl_dataset import RLHFDataset, fitting_prompts, prompt_lengths
 from caldera.data.sampler import AbstractCurriculumSampler, AbstractSampler, create_sampler
 from caldera.data.sft_dataset import MultiTurnSFTDataset, SFTDataset, engine_rows, token_batch
 

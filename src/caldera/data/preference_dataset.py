@@ -15,8 +15,8 @@ from caldera.data.chat import (
     tokenize_chat,
     tokenize_text,
 )
-from caldera.data.collate import truncate
 from caldera.data.files import Row, RowTable, read_rows
+from caldera.data.loader import truncate
 from caldera.data.sft_dataset import TEMPLATE_KEY, files_key
 from caldera.errors import DataError
 

@@ -17,7 +17,6 @@ from caldera.data.chat import (
     require_end_token,
     tokenize_text,
 )
-from caldera.data.collate import Batch, compute_position_ids, right_pad, truncate
 from caldera.data.conversation import (
     ASSISTANT,
     ConversationMismatch,
@@ -25,6 +24,7 @@ from caldera.data.conversation import (
     TokenRow,
 )
 from caldera.data.files import Row, RowTable, read_rows
+from caldera.data.loader import Batch, compute_position_ids, right_pad, truncate
 from caldera.errors import DataError
 
 if TYPE_CHECKING:

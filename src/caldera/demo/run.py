@@ -12,8 +12,8 @@ from transformers.utils.logging import disable_progress_bar
 from caldera.config import PPOTrainerConfig, load_config
 from caldera.data import hf_tokenizer
 from caldera.demo import arithmetic
+from caldera.demo.arithmetic import warm_start
 from caldera.demo.smollm2 import materialise
-from caldera.demo.warm_start import warm_start
 from caldera.errors import ConfigError
 from caldera.storage.locks import LOCK, empty_locked, locked_folder
 from caldera.tracking import TrainingProgress, write_report

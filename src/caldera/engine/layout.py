@@ -16,7 +16,7 @@ from caldera.engine.base import EngineOptions
 from caldera.engine.packed_model import PackedModel
 from caldera.errors import ConfigError
 from caldera.models.attention import PackedSequences
-from caldera.models.exact_mode import in_exactness
+from caldera.models.exact_norm import in_exactness
 from caldera.models.forward import decoder_layers
 from caldera.models.loading import enable_checkpointing
 from caldera.models.ulysses import ALONE, SequenceGroup, SharedSequences

@@ -18,7 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from caldera.errors import UnsupportedError
-from caldera.models.exact_mode import in_exactness
+from caldera.models.exact_norm import in_exactness
 from caldera.models.forward import send
 
 ATTENTION = "caldera"

@@ -33,8 +33,7 @@ from caldera.models.exact_kernels import (
     matmul,
     mean,
 )
-from caldera.models.exact_mode import in_exactness, set_exactness
-from caldera.models.exact_norm import fuse_norms
+from caldera.models.exact_norm import fuse_norms, in_exactness, set_exactness
 from caldera.models.forward import base_module
 
 _MARK = "_caldera_exact"

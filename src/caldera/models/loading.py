@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError
@@ -23,12 +23,12 @@ from transformers.utils import logging as transformers_logging
 
 from caldera.config import ModelConfig
 from caldera.errors import ConfigError, UnsupportedError
+from caldera.installation import install_command
 from caldera.models.adapters import merged_weights, plain_name, with_adapter
 from caldera.models.attention import ATTENTION
 from caldera.models.exact import exactness
-from caldera.models.exact_mode import in_exactness
+from caldera.models.exact_norm import in_exactness
 from caldera.models.forward import base_module
-from caldera.models.liger import apply_liger
 from caldera.models.pretrained import (
     VALUE_HEAD,
     Loaded,
@@ -41,6 +41,35 @@ from caldera.models.pretrained import (
 )
 from caldera.storage import is_fetched, local_path
 from caldera.storage.paths import WEIGHT_FILES
+
+
+def apply_liger(module: nn.Module, key: str) -> None:
+    """Let the backbone compute norms, rotary embeddings and gated layers with Liger's kernels.
+
+    Its losses are left out: log-probs come from this package's own head. The library replaces
+    classes and functions of the model's family, so models that are built later have them too.
+    """
+    try:
+        library = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}.use_liger=true needs liger-kernel: {install_command('liger')}"
+        ) from error
+    if not torch.cuda.is_available():
+        raise ConfigError(f"{key}.use_liger=true needs a CUDA device, and there is none")
+    backbone = cast(PreTrainedModel, base_module(module).base_model)
+    family = backbone.config.model_type
+    known = library.MODEL_TYPE_TO_APPLY_LIGER_FN
+    if family not in known:
+        names = ", ".join(sorted(known))
+        raise ConfigError(f"{key}.use_liger=true: takes one of {names}, not a {family!r} model")
+    try:
+        library._apply_liger_kernel_to_instance(
+            backbone, cross_entropy=False, fused_linear_cross_entropy=False
+        )
+    except TypeError as error:  # of a known family, but not of a class that it patches
+        raise ConfigError(f"{key}.use_liger=true: {error}") from error
+
 
 DTYPES = {
     "float32": torch.float32,

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from caldera.reward.answer_formats import AnswerFormats
-from caldera.reward.batch import BatchRewardManager
 from caldera.reward.custom import get_custom_reward_fn
-from caldera.reward.dapo import DAPORewardManager, GDPORewardManager
-from caldera.reward.limited import LimitedRewardManager
 from caldera.reward.loading import load_reward_manager
 from caldera.reward.manager import (
     OUTCOMES,
@@ -15,6 +12,12 @@ from caldera.reward.manager import (
     RewardManager,
     compute_reward,
     is_built_in,
+)
+from caldera.reward.managers import (
+    BatchRewardManager,
+    DAPORewardManager,
+    GDPORewardManager,
+    LimitedRewardManager,
 )
 from caldera.reward.prime import PrimeRewardManager, RemoteRewardManager
 from caldera.reward.samples import FAILED, TIMED_OUT, VALUE, Outcome

@@ -11,7 +11,6 @@ from caldera.config.reward import RewardManagerConfig
 from caldera.data.importing import load_object
 from caldera.errors import ConfigError, RewardError
 from caldera.protocol import DataProto
-from caldera.reward.batch import BatchRewardManager
 from caldera.reward.custom import ScoreFunction, get_custom_reward_fn, named_arguments
 from caldera.reward.default import default_score_function
 from caldera.reward.explaining import shown, writable
@@ -21,6 +20,7 @@ from caldera.reward.manager import (
     RewardManager,
     is_built_in,
 )
+from caldera.reward.managers import BatchRewardManager
 from caldera.reward.model_server import served_score, server_arguments
 from caldera.reward.samples import Sample, finite, plain
 from caldera.reward.scoring import ScoringLimits

@@ -14,9 +14,9 @@ from caldera.config import PPOTrainerConfig
 from caldera.data import object_array
 from caldera.errors import CalderaError
 from caldera.protocol import DataProto
-from caldera.reward.limited import LimitedRewardManager
 from caldera.reward.loading import load_reward_manager
 from caldera.reward.manager import OUTCOMES, NaiveRewardManager, RewardManager
+from caldera.reward.managers import LimitedRewardManager
 from caldera.reward.samples import Outcome, Pending
 from caldera.reward.scoring import attempt
 from caldera.rollout.base import Completion

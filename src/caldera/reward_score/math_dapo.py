@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from caldera.reward_score.boxed import last_boxed
-from caldera.reward_score.hendrycks_math import without_name
+from caldera.reward_score.hendrycks_math import last_boxed, without_name
 from caldera.reward_score.routing import register_scorer
 
 __all__ = ["compute_score", "normalise"]

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from caldera.reward_score import geo3k, gsm8k, hendrycks_math, math_dapo, prime_math, qa_em
-from caldera.reward_score.boxed import BOX, last_boxed
+from caldera.reward_score.hendrycks_math import BOX, last_boxed
 from caldera.reward_score.routing import Scorer, find_scorer
 
 __all__ = ["FORMATS", "AnswerFormat", "Reader", "find_extractor", "find_reader"]

@@ -15,7 +15,7 @@ from caldera.rollout.base import (
     TrainedPolicy,
     sampler_class,
 )
-from caldera.rollout.engines import build as _engines  # noqa: F401 -- registers them
+from caldera.rollout.engines import rollout as _engines  # noqa: F401 -- registers them
 from caldera.rollout.hf import HFRollout
 from caldera.rollout.native.engine import NativeRollout
 from caldera.rollout.remote import RemoteRollout

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from caldera.data.collate import compute_position_ids, right_pad
+from caldera.data.loader import compute_position_ids, right_pad
 from caldera.errors import ProtocolError, RolloutError
 from caldera.protocol import DataProto
 from caldera.rollout.base import Completion, Request, SamplingParams

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from caldera.config.samplers import SAMPLERS
-from caldera.data.collate import left_pad
+from caldera.data.loader import left_pad
 from caldera.models.forward import base_module
 from caldera.rollout.base import (
     ROLLOUTS,

@@ -14,7 +14,7 @@ from torch import Tensor
 from caldera.agent_loop.base import AgentLoopBase, AgentLoopOutput, ServerManager, register
 from caldera.agent_loop.output import DETAIL, TOOL
 from caldera.config import PPOTrainerConfig
-from caldera.data.collate import truncate
+from caldera.data.loader import truncate
 from caldera.errors import ConfigError
 from caldera.tools.search import Document, RetrievalFailed, RetrieverClient
 

@@ -17,8 +17,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from caldera.data.chat import Message, chat_messages, render_chat, tokenize_text
-from caldera.data.turns import QUESTION, TurnAppender
+from caldera.data.chat import (
+    QUESTION,
+    Message,
+    TurnAppender,
+    chat_messages,
+    render_chat,
+    tokenize_text,
+)
 from caldera.errors import ConfigError, DataError
 from caldera.serving.chat_model import ChatModel
 from caldera.serving.reading import BadField, Fields, check_characters, tools_of

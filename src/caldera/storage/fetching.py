@@ -24,8 +24,7 @@ from pathlib import Path
 
 from caldera.errors import ConfigError
 from caldera.storage.paths import shown_url
-from caldera.storage.store import Store, StoredFile
-from caldera.storage.transfer import Transfer, reason_of, retried
+from caldera.storage.store import Store, StoredFile, Transfer, reason_of, retried
 
 logger = logging.getLogger(__name__)
 

@@ -344,7 +344,7 @@ class CheckpointFolder:
         try:
             return work()
         except OSError as error:
-            from caldera.storage.transfer import reason_of
+            from caldera.storage.store import reason_of
 
             assert self._remote is not None
             said = f"{self._remote.told}: {what}: {reason_of(error)}"

@@ -17,8 +17,7 @@ from caldera.config import TrainerConfig
 from caldera.errors import ConfigError
 from caldera.storage import below_url, is_url, shown_url
 from caldera.storage.fetching import fetch
-from caldera.storage.store import Store
-from caldera.storage.transfer import Transfer, reason_of, retried
+from caldera.storage.store import Store, Transfer, reason_of, retried
 from caldera.trainer.checkpoint import (
     ROLES,
     TRACKER,

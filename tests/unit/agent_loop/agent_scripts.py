@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from caldera.agent_loop.base import AgentLoopOutput, Equipment, TokenOutput
 from caldera.agent_loop.output import GENERATE, Timeline
-from caldera.data.turns import TurnAppender
+from caldera.data.chat import TurnAppender
 from caldera.interactions.base import BaseInteraction
 from caldera.tools import function_tool
 from caldera.tools.formats import Hermes

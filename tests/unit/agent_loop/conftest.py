@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from caldera.agent_loop.base import AgentLoopOutput, RunConfig
-from caldera.agent_loop.loading import find_loop
+from caldera.agent_loop.manager import find_loop
 from caldera.config import PPOTrainerConfig, load_config, resolve_for_machine
 from caldera.interactions.base import BaseInteraction
 

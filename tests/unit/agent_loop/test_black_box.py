@@ -11,8 +11,7 @@ import torch
 from agent_scripts import equipment
 
 from caldera.agent_loop.black_box import black_box_metrics
-from caldera.agent_loop.loading import read_loops
-from caldera.agent_loop.manager import AgentLoops
+from caldera.agent_loop.manager import AgentLoops, read_loops
 from caldera.agent_loop.output import COLUMN, TrajectoryFacts
 from caldera.errors import ConfigError
 from caldera.protocol import DataProto, tensors_of

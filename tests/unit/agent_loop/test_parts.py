@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from caldera.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
-from caldera.agent_loop.loading import find_loop, loop_class, read_loops
+from caldera.agent_loop.manager import find_loop, loop_class, read_loops
 from caldera.agent_loop.output import COLUMN, Timeline, batch_of, facts_of, fitted
 from caldera.agent_loop.sampling import TrajectorySampler
 from caldera.agent_loop.tool_agent import ToolAgentLoop

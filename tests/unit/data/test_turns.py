@@ -8,7 +8,7 @@ import pytest
 from template_tokenizers import REWRITING, real, tokenizer_with
 from transformers import PreTrainedTokenizerFast
 
-from caldera.data.turns import Appending, TurnAppender
+from caldera.data.chat import Appending, TurnAppender
 from caldera.errors import ConfigError
 
 NUMBERED = (

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from caldera.errors import ConfigError, DataError
-from caldera.interactions.base import BaseInteraction, load_interactions
-from caldera.interactions.conversation import Conversation
+from caldera.interactions.base import BaseInteraction, Conversation, load_interactions
 from caldera.interactions.gsm8k_interaction import Gsm8kInteraction
 from caldera.interactions.scripted import ScriptedInteraction
 

@@ -16,8 +16,7 @@ from caldera.config import ModelConfig
 from caldera.errors import ConfigError
 from caldera.models.attention import PackedSequences
 from caldera.models.forward import hidden_states
-from caldera.models.liger import apply_liger
-from caldera.models.loading import load_policy
+from caldera.models.loading import apply_liger, load_policy
 
 KEY = "actor_rollout_ref.model"
 LIBRARY = "liger_kernel.transformers.monkey_patch"

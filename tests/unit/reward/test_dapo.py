@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from caldera.errors import ConfigError, UnknownKeyError
 from caldera.protocol import DataProto
 from caldera.reward import DAPORewardManager, NaiveRewardManager, compute_reward
-from caldera.reward.dapo import OverlongPenalty
+from caldera.reward.managers import OverlongPenalty
 
 MakeData = Callable[..., DataProto]
 

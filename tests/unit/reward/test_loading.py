@@ -165,7 +165,7 @@ def test_a_manager_from_a_file_gets_the_same_arguments(
 def test_a_manager_from_a_package(tokenizer: PreTrainedTokenizerFast) -> None:
     config = load(
         "reward_manager.source=importlib",
-        "reward_manager.module.path=pkg://caldera.reward.dapo",
+        "reward_manager.module.path=pkg://caldera.reward.managers",
         "reward_manager.module.name=DAPORewardManager",
     )
     assert type(load_reward_manager(config, tokenizer, 0)) is DAPORewardManager

@@ -22,7 +22,7 @@ from caldera.reward import (
     compute_reward,
     load_reward_manager,
 )
-from caldera.reward.limited import MINUTE, RateLimiter
+from caldera.reward.managers import MINUTE, RateLimiter
 from caldera.reward.scoring import ScoringLimits
 
 MakeData = Callable[..., DataProto]

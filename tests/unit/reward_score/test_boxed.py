@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from caldera.reward_score.boxed import last_boxed
+from caldera.reward_score.hendrycks_math import last_boxed
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_errors_with_an_adapter_say_how_to_do_without(
     def refuse(*_: Any) -> None:
         raise kind("no adapters for this model")
 
-    monkeypatch.setattr("caldera.rollout.engines.build.EngineProcess", refuse)
+    monkeypatch.setattr("caldera.rollout.engines.rollout.EngineProcess", refuse)
     key = r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.enable_lora=False"
     asked = config(name="vllm", engine_python="python")
     with pytest.raises(RolloutError, match=rf"no adapters for this model\n.*{key}"):

@@ -35,7 +35,7 @@ class Starting:
 def test_replicas_on_a_gpu_start_one_after_the_other(
     llama: torch.nn.Module, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("caldera.rollout.engines.build.EngineProcess", Starting)
+    monkeypatch.setattr("caldera.rollout.engines.rollout.EngineProcess", Starting)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     asked = config(name="vllm", engine_python="python", data_parallel_size=3)
     ROLLOUTS["vllm"](asked, llama, torch.device("cuda"))

@@ -16,8 +16,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from caldera.errors import ConfigError, DataError
 from caldera.search_agent.retriever import BuildOptions, Index, add_passages, build_index
-from caldera.search_agent.retriever.dense import VECTORS, Encoder
-from caldera.search_agent.retriever.ranking import best, fused
+from caldera.search_agent.retriever.searchers import VECTORS, Encoder, best, fused
 
 pytest.importorskip("bm25s")
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from caldera.data.chat import Message, chat_messages
 from caldera.data.files import Row, RowTable, is_null, read_rows
-from caldera.data.length_filter import FAILED, prompt_lengths
+from caldera.data.rl_dataset import FAILED, prompt_lengths
 from caldera.errors import CalderaError, DataError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import pyarrow
 import pyarrow.parquet
 
 from caldera.data.files import EXTENSIONS, Row, RowTable, read_rows
-from caldera.data.length_filter import fitting_prompts
 from caldera.data.prepare.preparer import PREPARERS, Preparer, Source
+from caldera.data.rl_dataset import fitting_prompts
 from caldera.errors import DataError
 
 if TYPE_CHECKING:

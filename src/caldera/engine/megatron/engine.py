@@ -31,10 +31,9 @@ from caldera.engine.base import (
 from caldera.engine.megatron.checkpoint import MegatronCheckpoint
 from caldera.engine.megatron.cpu import stand_ins
 from caldera.engine.megatron.groups import Places, arrange
-from caldera.engine.megatron.head import find_outputs
 from caldera.engine.megatron.optim import Optimizer, Parking
 from caldera.engine.megatron.shape import transformer_config
-from caldera.engine.megatron.stage import Stage
+from caldera.engine.megatron.stage import Stage, find_outputs
 from caldera.engine.megatron.weights import Shard, Weights, find_pieces
 from caldera.engine.packed_model import PackedRows, pack_ends, pack_rows
 from caldera.errors import UnsupportedError

@@ -14,7 +14,7 @@ from caldera.models.attention import (
     PackedSequences,
     flash_attention,
 )
-from caldera.models.exact_mode import in_exactness
+from caldera.models.exact_norm import in_exactness
 from caldera.models.forward import send
 from caldera.rollout.native.blocks import PAGE_SIZE, IntArray
 from caldera.rollout.native.cache import KVCache

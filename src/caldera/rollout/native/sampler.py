@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from caldera.models.exact_mode import in_exactness
+from caldera.models.exact_norm import in_exactness
 from caldera.rollout.native.blocks import IntArray
 
 GROUP = 64

@@ -13,7 +13,6 @@ from pathlib import Path
 from rich.console import Console
 
 from caldera.errors import ConfigError
-from caldera.search_agent.retriever.bm25 import write_bm25
 from caldera.search_agent.retriever.index import (
     BM25_FOLDER,
     DENSE_FOLDER,
@@ -22,6 +21,7 @@ from caldera.search_agent.retriever.index import (
     IndexNote,
 )
 from caldera.search_agent.retriever.passages import Passages, read_corpus, write_passages
+from caldera.search_agent.retriever.searchers import write_bm25
 from caldera.search_agent.retriever.server import MAX_ANSWER_MB, MAX_PASSAGES, RetrieverServer
 from caldera.tracking import progress_iter
 
@@ -78,7 +78,7 @@ def _write(folder: Path, count: int, options: BuildOptions, earlier: Path | None
         write_bm25(texts, folder / BM25_FOLDER)
     if options.model is not None:
         # Only those who need torch wait for it.
-        from caldera.search_agent.retriever.dense import Encoder, write_vectors
+        from caldera.search_agent.retriever.searchers import Encoder, write_vectors
 
         known = IndexNote.read(earlier).passages if earlier else 0
         new = progress_iter(passages.texts(known), count - known, "Encoding passages")

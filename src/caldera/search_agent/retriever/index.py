@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from caldera.errors import ConfigError, DataError
-from caldera.search_agent.retriever.bm25 import BM25Searcher
 from caldera.search_agent.retriever.passages import Passage, Passages
-from caldera.search_agent.retriever.ranking import Ranking, Searcher, fused
+from caldera.search_agent.retriever.searchers import BM25Searcher, Ranking, Searcher, fused
 
 # ---- Places of passages with their scores, the best first, and how two such lists become one
 
@@ -83,7 +82,7 @@ class Index:
             self._searchers.append(BM25Searcher(folder / BM25_FOLDER))
         if self.method != "bm25":
             # Only those who need torch wait for it.
-            from caldera.search_agent.retriever.dense import DenseSearcher, Encoder
+            from caldera.search_agent.retriever.searchers import DenseSearcher, Encoder
 
             encoder = Encoder(str(note.model), device)
             self._searchers.append(DenseSearcher(folder / DENSE_FOLDER, encoder))

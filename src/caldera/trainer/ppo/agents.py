@@ -17,13 +17,18 @@ import caldera.search_agent.loop
 import caldera.tools.formats  # noqa: F401 -- both register what they hold
 from caldera.agent_loop.base import AgentLoopBase, Equipment
 from caldera.agent_loop.black_box import BlackBoxAgentLoop, black_box_metrics
-from caldera.agent_loop.loading import find_loop, loop_class, read_loops
-from caldera.agent_loop.manager import AgentLoops, run_in_background
+from caldera.agent_loop.manager import (
+    AgentLoops,
+    find_loop,
+    loop_class,
+    read_loops,
+    run_in_background,
+)
 from caldera.agent_loop.output import COLUMN, TrajectoryFacts
 from caldera.config import DataConfig, PPOTrainerConfig
 from caldera.config.rollout import MultiTurnConfig
 from caldera.data import RLHFDataset, object_array
-from caldera.data.turns import Appending, TurnAppender
+from caldera.data.chat import Appending, TurnAppender
 from caldera.errors import ConfigError
 from caldera.interactions.base import load_interactions
 from caldera.protocol import DataProto, tensors_of

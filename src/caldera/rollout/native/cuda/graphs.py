@@ -13,7 +13,7 @@ from torch import Tensor
 
 from caldera.errors import UnsupportedError
 from caldera.models.attention import AttentionLayer
-from caldera.models.exact_mode import in_exactness
+from caldera.models.exact_norm import in_exactness
 from caldera.rollout.native.blocks import PAGE_SIZE, pages_for
 from caldera.rollout.native.cache import KVCache
 from caldera.rollout.native.sampler import SamplingRows, draws

@@ -1,11 +1,14 @@
-"""Search by meaning: vectors of a text encoder, compared by their inner products."""
+"""Search by words (BM25, the one file that imports bm25s) and by meaning, and their fusion.
+
+By meaning: vectors of a text encoder, compared by their inner products."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -13,11 +16,105 @@ from torch import Tensor
 
 from caldera.data.chat import hf_tokenizer
 from caldera.errors import ConfigError, DataError
-from caldera.search_agent.retriever.ranking import Ranking, best
+from caldera.installation import install_command
 from caldera.storage import local_path
 from caldera.storage.paths import WEIGHT_FILES
 
-__all__ = ["DenseSearcher", "Encoder", "write_vectors"]
+Ranking = list[tuple[int, float]]
+"""(place of a passage, its score), the best first; those of equal scores in the order of places."""
+BLOCK = 64
+FUSION_CONSTANT = 60
+"""Of reciprocal rank fusion: how little the first ranks stand out."""
+
+
+class Searcher(Protocol):
+    """One way to search the passages of an index."""
+
+    def search(self, queries: Sequence[str], topk: int) -> list[Ranking]: ...
+
+
+def best(scores: numpy.ndarray[Any, Any], topk: int, above: float = -numpy.inf) -> Ranking:
+    """The passages of the highest scores that are greater than `above`, out of all scores. (N,)"""
+    places = numpy.flatnonzero((scores >= _bound(scores, topk)) & (scores > above))
+    order = numpy.lexsort((places, -scores[places]))[:topk]
+    return [(int(place), float(scores[place])) for place in places[order]]
+
+
+def _bound(scores: numpy.ndarray[Any, Any], topk: int) -> float:
+    """Not more than the score of rank `topk`, and not much less.
+
+    Of blocks of scores, `topk` have a highest one that is at least this. Selecting among these few
+    is much faster than among all scores, most of which are equal.
+    """
+    blocks = len(scores) // BLOCK
+    if blocks <= topk:
+        return -numpy.inf
+    highest = scores[: blocks * BLOCK].reshape(blocks, BLOCK).max(axis=1)
+    return float(numpy.partition(highest, blocks - topk)[blocks - topk])
+
+
+def fused(rankings: Sequence[Ranking], topk: int) -> Ranking:
+    """Reciprocal rank fusion: a passage gets 1 / (60 + its rank) from each list that has it."""
+    scores: dict[int, float] = {}
+    for ranking in rankings:
+        for rank, (place, _) in enumerate(ranking, start=1):
+            scores[place] = scores.get(place, 0.0) + 1 / (FUSION_CONSTANT + rank)
+    return sorted(scores.items(), key=lambda item: (-item[1], item[0]))[:topk]
+
+
+K1, B = 0.9, 0.4
+"""As search engines over passages of Wikipedia have them."""
+
+
+class BM25Searcher:
+    """Searches an index that `write_bm25` wrote, which is mapped into memory."""
+
+    def __init__(self, folder: Path) -> None:
+        bm25s = _bm25s()
+        try:
+            self._index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"{folder} holds no BM25 index: {error}") from error
+
+    def search(self, queries: Sequence[str], topk: int) -> list[Ranking]:
+        """Passages that share a word with the query; there may be fewer than `topk`."""
+        return [self._search_one(words, topk) for words in _words(queries)]
+
+    def _search_one(self, words: list[str], topk: int) -> Ranking:
+        known = [word for word in words if word in self._index.vocab_dict]
+        if not known:
+            return []
+        return best(self._index.get_scores(known), topk, above=0.0)
+
+
+def write_bm25(texts: Iterable[str], folder: Path) -> None:
+    """Index texts, whose places are their numbers."""
+    read = list(texts)
+    if not any(words for text in read for words in _words([text])):
+        raise DataError("no passage of the corpus has a word that could be searched for")
+    index = _bm25s().BM25(k1=K1, b=B)
+    index.index(_words(read, as_numbers=True), show_progress=False)
+    index.save(folder, show_progress=False)
+
+
+def _words(texts: Sequence[str], as_numbers: bool = False) -> Any:
+    """Words of two and more letters, in lower case, without those that every text has."""
+    return _bm25s().tokenize(
+        list(texts), stopwords="english", return_ids=as_numbers, show_progress=False
+    )
+
+
+def _bm25s() -> Any:
+    try:
+        import bm25s
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"searching by words needs {error.name}, which is not installed: "
+            f"{install_command('retriever')}"
+        ) from None
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
+    return bm25s
+
 
 VECTORS = "vectors.npy"
 LONGEST_TEXT = 256  # tokens; more is cut off
