@@ -1,7 +1,7 @@
-"""Write docs/reference/config.md, the page of every config key, from the dataclasses.
+"""Write docs/reference/*.md, every config key and the refused ones, from the dataclasses.
 
-python scripts/write_reference.py           write the page
-python scripts/write_reference.py --check   fail if it is not up to date
+python scripts/write_reference.py           write the pages
+python scripts/write_reference.py --check   fail if one is not up to date
 """
 
 from __future__ import annotations
@@ -17,15 +17,24 @@ from caldera.config.offline import EvaluationConfig, GenerationConfig
 from caldera.config.preference import DPOTrainerConfig, RewardModelTrainerConfig
 from caldera.config.reference import (
     describe,
-    later_table,
     moved_table,
     reference_tables,
+    refused_table,
     short_table,
 )
 from caldera.config.serve import ServeConfig
 from caldera.config.sft import SFTTrainerConfig
 
-PAGE = Path(__file__).parents[1] / "docs/reference/config.md"
+FOLDER = Path(__file__).parents[1] / "docs/reference"
+COMMANDS: dict[str, type] = {
+    "train": PPOTrainerConfig,
+    "sft": SFTTrainerConfig,
+    "rm": RewardModelTrainerConfig,
+    "dpo": DPOTrainerConfig,
+    "generate": GenerationConfig,
+    "eval": EvaluationConfig,
+    "serve": ServeConfig,
+}
 
 
 def page() -> str:
@@ -37,8 +46,9 @@ def page() -> str:
 <!-- Written by scripts/write_reference.py from the dataclasses in src/caldera/config. -->
 
 `caldera train` knows {len(known_keys())} keys: {len(infos) - refused} are honoured, {refused} are
-understood and refused, each with a reason. [Configuration](../configuration.md) shows how to set
-them. "follows" names the key whose value is the default; a leading dot is a key of the same group.
+understood and [refused](refused_keys.md), each with a reason. [Configuration](../configuration.md)
+shows how to set them. "follows" names the key whose value is the default; a leading dot is a key of
+the same group.
 
 ## The short profile
 
@@ -53,10 +63,9 @@ The {len(SHORT_PROFILE)} keys that most runs set. `caldera train --cfg short` pr
 These move to their place here, with one warning a run:
 
 {moved_table()}
-These exist only in later releases of verl. Their defaults there are accepted and change nothing;
-any other value is refused:
 
-{later_table()}
+Keys that only later releases have are [refused](refused_keys.md).
+
 ## sft_trainer and sft_trainer_engine
 
 The keys of [supervised fine-tuning](../sft.md). `sft_trainer_engine` differs in two defaults:
@@ -98,16 +107,32 @@ The keys of [`caldera serve`](../serving.md).
 {reference_tables(ServeConfig)}"""
 
 
+def refused_page() -> str:
+    """The refused keys."""
+    return f"""# Refused keys
+
+<!-- Written by scripts/write_reference.py from the dataclasses in src/caldera/config. -->
+
+Keys of verl that Caldera knows and cannot honour, by reason. Each takes its default, the first
+value of the third column, and the values after it; any other value is an error with the reason.
+"follows" names the key whose value is the default.
+
+{refused_table(COMMANDS)}"""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="fail if the page is not up to date")
-    if not parser.parse_args().check:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(page(), encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != page():
-        print(f"{PAGE} is not up to date: run python scripts/write_reference.py")
-        return 1
-    return 0
+    is_check, stale = parser.parse_args().check, 0
+    for name, text in {"config.md": page(), "refused_keys.md": refused_page()}.items():
+        path = FOLDER / name
+        if not is_check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            print(f"{path} is not up to date: run python scripts/write_reference.py")
+            stale = 1
+    return stale
 
 
 if __name__ == "__main__":

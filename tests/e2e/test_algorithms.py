@@ -11,7 +11,7 @@ import pytest
 
 from caldera.config.actor import LOSS_AGG_MODES
 from caldera.config.algorithm import KL_TYPES
-from caldera.config.rollout_presets import ROLLOUT_CORRECTION_PRESETS
+from caldera.config.rollout_correction import ROLLOUT_CORRECTION_PRESETS
 from caldera.core_algos import ADV_ESTIMATORS, POLICY_LOSSES
 from caldera.trainer.main_ppo import main
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from caldera.config.loader import SCHEMAS, load_supervised_config
-from caldera.config.sft_checks import resolve_supervised
+from caldera.config.sft import resolve_supervised
 from caldera.protocol import DataProto, tensors_of
 from caldera.single_controller import (
     Balancing,

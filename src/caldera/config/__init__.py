@@ -24,8 +24,7 @@ from caldera.config.ppo import ActorRolloutRefConfig, PPOTrainerConfig
 from caldera.config.reference import SHORT_PROFILE, annotated_yaml, help_text
 from caldera.config.reward import RewardModelConfig
 from caldera.config.rollout import RolloutConfig, ValKwargs
-from caldera.config.sft import SFTDataConfig, SFTTrainerConfig
-from caldera.config.sft_checks import resolve_supervised
+from caldera.config.sft import SFTDataConfig, SFTTrainerConfig, resolve_supervised
 from caldera.config.suggest import did_you_mean
 from caldera.config.trainer import TrainerConfig
 

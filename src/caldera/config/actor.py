@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from omegaconf import II
 
-from caldera.config.algorithm import KL_TYPES, RolloutCorrectionConfig
+from caldera.config.algorithm import KL_TYPES
 from caldera.config.fields import ConfigGroup, nested, option, refused
 from caldera.config.megatron import MegatronConfig, RefMegatronConfig
 from caldera.config.optim import CheckpointConfig, FSDPConfig, OptimizerConfig, RefFSDPConfig
@@ -17,6 +17,7 @@ from caldera.config.reasons import (
     NO_ROUTER_REPLAY,
     WEIGHTS_ARE_READ,
 )
+from caldera.config.rollout_correction import RolloutCorrectionConfig
 
 STRATEGIES = ("local", "fsdp", "fsdp2", "megatron")
 LOSS_AGG_MODES = (

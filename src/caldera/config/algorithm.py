@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from caldera.config.fields import ConfigGroup, nested, option, refused
+from caldera.config.rollout_correction import RolloutCorrectionConfig
 
 KL_TYPES = (
     *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full"),
@@ -23,26 +23,6 @@ class KLControlConfig(ConfigGroup):
     """Samples over which the adaptive controller corrects."""
     target_kl: float = option(0.1, minimum=0)
     """Distance that the adaptive controller aims at."""
-
-
-@dataclass
-class RolloutCorrectionConfig:
-    preset: str | None = None
-    """A named choice of the keys below, for keys at their defaults."""
-    rollout_is: str | None = option(None, choices=("token", "sequence"))
-    """Weigh the loss by train over rollout probability, a token or a sequence; null: not."""
-    rollout_is_threshold: Any = 2.0
-    """A number: larger weights are cut to it. `lo_hi`: weights outside become 0."""
-    rollout_rs: str | None = None
-    """Statistics, separated by commas, by which tokens or sequences are rejected; null: none."""
-    rollout_rs_threshold: Any = None
-    """Bound of these statistics: one for all, or one each, separated by commas."""
-    bypass_mode: bool = False
-    """Take the sampler's log-probs as old_log_probs instead of recomputing them."""
-    loss_type: str = option("ppo_clip", choices=("ppo_clip", "reinforce"))
-    """Policy loss of bypass_mode."""
-    rollout_is_batch_normalize: bool = False
-    """Scale the weights of a batch to mean 1."""
 
 
 @dataclass

@@ -42,8 +42,7 @@ from caldera.config.preference import (
     check_preference,
 )
 from caldera.config.serve import ServeConfig
-from caldera.config.sft import SFTTrainerConfig
-from caldera.config.sft_checks import check_supervised
+from caldera.config.sft import SFTTrainerConfig, check_supervised
 from caldera.config.suggest import did_you_mean
 from caldera.config.validate import check_consistency
 from caldera.errors import ConfigError, UnknownKeyError, UnsupportedError

@@ -111,6 +111,9 @@ def generation_sampler(config: GenerationConfig) -> RolloutConfig:
     )
 
 
+# ---- Checks of generation, and defaults of the machine
+
+
 def check_generation(config: GenerationConfig) -> None:
     """Keys fit together."""
     for key, value in {

@@ -15,8 +15,8 @@ from caldera.config.sft import (
     SFTOptimizerConfig,
     SFTRunConfig,
     SFTTrainerConfig,
+    supervised_sequence_parallel_size,
 )
-from caldera.config.sft_strategies import supervised_sequence_parallel_size
 from caldera.config.strategies import MEGATRON
 from caldera.errors import ConfigError, UnsupportedError
 

@@ -207,10 +207,7 @@ def short_table(schema: type) -> str:
 
 
 def reference_tables(schema: type, base: type | None = None) -> str:
-    """Markdown: a table of honoured keys a group, then the refused ones by reason.
-
-    With `base`, only what is not the same there.
-    """
+    """Markdown: a table of honoured keys a group. With `base`, only what is not the same there."""
     same = describe(base) if base is not None else []
     infos = [info for info in describe(schema) if info not in same]
     groups: dict[str, list[KeyInfo]] = {}
@@ -226,14 +223,6 @@ def reference_tables(schema: type, base: type | None = None) -> str:
         ]
         head = "| key | type | default | unit | meaning |\n|---|---|---|---|---|\n"
         parts.append(f"### {group or 'Top level'}\n\n{head}" + "\n".join(rows) + "\n")
-    if any(info.refused for info in infos):
-        rows = [
-            f"| `{i.key}` | {_cell(i.type)} | `{_cell(i.default)}` | {_cell(i.text)} |"
-            for i in infos
-            if i.refused
-        ]
-        head = "| key | type | default | why |\n|---|---|---|---|\n"
-        parts.append("### Refused keys\n\n" + head + "\n".join(rows) + "\n")
     return "\n".join(parts)
 
 
@@ -243,13 +232,26 @@ def moved_table(moves: Mapping[str, str] = MOVED) -> str:
     return "| key of another release | here |\n|---|---|\n" + "\n".join(rows) + "\n"
 
 
-def later_table() -> str:
-    """Markdown: keys that only later releases have, by the reason for which they are refused."""
-    by_reason: dict[str, list[str]] = {}
-    for key in later_keys():
-        by_reason.setdefault(later_reason(key), []).append(f"`{key}`")
-    rows = [f"| {_cell(why)} | {', '.join(keys)} |" for why, keys in sorted(by_reason.items())]
-    return "| why | keys |\n|---|---|\n" + "\n".join(rows) + "\n"
+def refused_table(schemas: Mapping[str, type]) -> str:
+    """Markdown: the refused keys of all commands, by reason, with the values that they take.
+
+    `schemas` are the commands' configs, each beside the commands' names. A key that only later
+    releases of verl have takes its default there.
+    """
+    users: dict[tuple[str, str, str], list[str]] = {}
+    for command, schema in schemas.items():
+        for key, field, _ in walk(schema()):
+            if reason := field.metadata.get("refused"):
+                taken = [default_of(field), *field.metadata["met"]]
+                values = ", ".join(f"`{_cell(_shown(value))}`" for value in taken)
+                users.setdefault((reason, key, values), []).append(command)
+    for key, default in later_keys().items():
+        users[later_reason(key), key, f"`{_cell(_shown(default))}`"] = ["later releases of verl"]
+    rows = [
+        f"| {_cell(reason)} | `{key}` | {values} | {', '.join(commands)} |"
+        for (reason, key, values), commands in sorted(users.items())
+    ]
+    return "| why | key | takes | of |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
 
 
 def _cell(text: str) -> str:

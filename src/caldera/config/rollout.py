@@ -240,6 +240,9 @@ class RolloutConfig(StopKeys, PenaltyKeys, SamplerKeys):
         return self.max_model_len or self.prompt_length + self.response_length
 
 
+# ---- Samplers outside training
+
+
 def sampler_config(keys: BatchingKeys, **others: Any) -> RolloutConfig:
     """What samplers take, of a command that does not train: its keys under their names, and others
     by theirs."""
@@ -250,6 +253,8 @@ def sampler_config(keys: BatchingKeys, **others: Any) -> RolloutConfig:
         values[ENGINE_KWARGS] = {keys.sampler: keys.engine_kwargs}
     return RolloutConfig(**(values | others))
 
+
+# ---- Checks
 
 TRACE_BACKENDS = ("mlflow", "trackio")
 

@@ -6,19 +6,21 @@ import dataclasses
 import logging
 
 from caldera.config.actor import ActorConfig
-from caldera.config.algorithm import RolloutCorrectionConfig
 from caldera.config.batches import check_batches
 from caldera.config.critic import CriticConfig
 from caldera.config.estimators import check_estimator
 from caldera.config.fields import as_list, check_console_metrics, shown
 from caldera.config.machine import memories
 from caldera.config.optim import CONTENTS, CheckpointConfig, FSDPConfig
-from caldera.config.ppo import PPOTrainerConfig
+from caldera.config.ppo import PPOTrainerConfig, check_search
 from caldera.config.profiling import ProfilerConfig, check_profilers
-from caldera.config.reward_checks import check_reward_model
+from caldera.config.reward import check_reward_model
 from caldera.config.rollout import check_rollout
-from caldera.config.rollout_presets import check_rollout_correction, rollout_correction_preset
-from caldera.config.search_checks import check_search
+from caldera.config.rollout_correction import (
+    RolloutCorrectionConfig,
+    check_rollout_correction,
+    rollout_correction_preset,
+)
 from caldera.config.strategies import check_strategies
 from caldera.errors import ConfigError, UnsupportedError
 

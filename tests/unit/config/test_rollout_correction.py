@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 
-from caldera.config.algorithm import RolloutCorrectionConfig
 from caldera.config.rollout_correction import (
+    ROLLOUT_CORRECTION_PRESETS,
     RS_STATISTICS,
     Rejection,
+    RolloutCorrectionConfig,
     WeightBounds,
+    check_rollout_correction,
     parse_rejections,
     parse_weight_bounds,
-)
-from caldera.config.rollout_presets import (
-    ROLLOUT_CORRECTION_PRESETS,
-    check_rollout_correction,
     rollout_correction_preset,
 )
 from caldera.errors import ConfigError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from caldera.config.actor import ActorConfig, PolicyLossConfig
-from caldera.config.algorithm import RolloutCorrectionConfig
+from caldera.config.rollout_correction import RolloutCorrectionConfig
 from caldera.core_algos import (
     LOSS_AGG_MODES,
     POLICY_LOSSES,

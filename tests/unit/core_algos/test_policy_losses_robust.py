@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from caldera.config.actor import ActorConfig, PolicyLossConfig
-from caldera.config.algorithm import RolloutCorrectionConfig
+from caldera.config.rollout_correction import RolloutCorrectionConfig
 from caldera.core_algos import POLICY_LOSSES, LossScale, call_policy_loss, get_policy_loss_fn
 
 NAN = math.nan

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from caldera.config.actor import ActorConfig, PolicyLossConfig
-from caldera.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from caldera.config.algorithm import AlgorithmConfig
+from caldera.config.rollout_correction import RolloutCorrectionConfig
 from caldera.core_algos import (
     AdaptiveKLController,
     AdvantageEstimator,

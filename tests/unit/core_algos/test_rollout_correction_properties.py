@@ -12,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from caldera.config.rollout_correction import RS_STATISTICS
-from caldera.config.rollout_presets import ROLLOUT_CORRECTION_PRESETS, rollout_correction_preset
+from caldera.config.rollout_correction import (
+    ROLLOUT_CORRECTION_PRESETS,
+    RS_STATISTICS,
+    rollout_correction_preset,
+)
 from caldera.core_algos import compute_rollout_correction_and_rejection_mask
 
 PREFIX = "rollout_corr/"

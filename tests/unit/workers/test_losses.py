@@ -10,7 +10,7 @@ from torch import Tensor
 
 from caldera.config import ActorConfig, CriticConfig
 from caldera.config.actor import PolicyLossConfig
-from caldera.config.algorithm import RolloutCorrectionConfig
+from caldera.config.rollout_correction import RolloutCorrectionConfig
 from caldera.core_algos import LossScale, register_policy_loss
 from caldera.engine import Outputs
 from caldera.protocol import DataProto

@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from caldera.config.loader import SCHEMAS, load_supervised_config
-from caldera.config.sft_checks import resolve_supervised
+from caldera.config.sft import resolve_supervised
 from caldera.core_algos import LossScale
 from caldera.errors import DataError
 from caldera.protocol import DataProto, tensors_of

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from caldera.config.algorithm import RolloutCorrectionConfig
+from caldera.config.rollout_correction import RolloutCorrectionConfig
 from caldera.core_algos.aggregation import LossScale, zero_outside
 from caldera.core_algos.policy_losses.base import (
     LossAndMetrics,

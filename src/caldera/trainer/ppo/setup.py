@@ -16,7 +16,7 @@ from caldera.config import (
     uses_ray,
 )
 from caldera.config.machine import log_chosen
-from caldera.config.reward_checks import check_native_model
+from caldera.config.reward import check_native_model
 from caldera.config.rollout import check_rollout
 from caldera.config.strategies import roles
 from caldera.data import (

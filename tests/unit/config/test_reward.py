@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from caldera.config import PPOTrainerConfig
-from caldera.config.reward_checks import check_native_model
+from caldera.config.reward import check_native_model
 from caldera.errors import ConfigError
 
 Load = Callable[..., PPOTrainerConfig]
