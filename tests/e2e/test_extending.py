@@ -66,6 +66,73 @@ def test_custom_keys_reach_a_score_function(lab: Lab, files: Path, tmp_path: Pat
     assert short["critic/score/mean"] < long["critic/score/mean"] == 1
 
 
+READERS = """
+import torch
+
+from caldera.agent_loop.base import AgentLoopBase, AgentLoopOutput
+from caldera.data import RLHFDataset
+from caldera.protocol import tensors_of
+from caldera.trainer.ppo.trainer import PPOTrainer
+
+
+def mark(custom, reader):
+    with open(custom["marks"], "a") as file:
+        file.write(reader + "\\n")
+
+
+class Rows(RLHFDataset):
+    def __getitem__(self, index):
+        mark(self.config.custom, "data set")
+        return super().__getitem__(index)
+
+
+class Loop(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        mark(self.config.custom, "loop")
+        prompt = await self.apply_chat_template(row["raw_prompt"])
+        sampled = await self.server_manager.generate(row["uid"], prompt, sampling_params)
+        return AgentLoopOutput(
+            prompt_ids=prompt,
+            response_ids=sampled.token_ids,
+            response_mask=[1] * len(sampled.token_ids),
+            response_logprobs=sampled.log_probs,
+            num_turns=2,
+        )
+
+
+class Manager:
+    def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key, custom):
+        mark(custom, "reward manager")
+
+    def __call__(self, data, return_dict=False):
+        rewards = torch.zeros(tensors_of(data)["responses"].shape)
+        return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
+
+
+class Trainer(PPOTrainer):
+    def advantage(self, batch, metrics, timing):
+        mark(self.config.custom, "trainer")
+        return super().advantage(batch, metrics, timing)
+"""
+
+
+def test_custom_keys_reach_data_set_loop_manager_and_trainer(lab: Lab, tmp_path: Path) -> None:
+    file, loops, marks = (tmp_path / name for name in ("mine.py", "loops.yaml", "marks.txt"))
+    file.write_text(READERS, encoding="utf-8")
+    loops.write_text(f"- name: mine\n  _target_: {file}:Loop\n", encoding="utf-8")
+    agent = "actor_rollout_ref.rollout.agent"
+    lab.train(
+        tmp_path / "run", "trainer.total_training_steps=1", f"custom.marks={marks}",
+        "data.train_batch_size=5", f"trainer.class={file}:Trainer",
+        f"data.custom_cls.path={file}", "data.custom_cls.name=Rows",
+        f"{agent}.agent_loop_config_path={loops}", f"{agent}.default_agent_loop=mine",
+        "reward_manager.source=importlib", f"reward_manager.module.path={file}",
+        "reward_manager.module.name=Manager",
+    )  # fmt: skip
+    readers = set(marks.read_text(encoding="utf-8").splitlines())
+    assert readers == {"data set", "loop", "reward manager", "trainer"}
+
+
 ESTIMATOR = """
 def estimate(token_level_rewards, response_mask, values, reward_baselines):
     lead = token_level_rewards.sum(-1, keepdim=True) - reward_baselines[:, None]
