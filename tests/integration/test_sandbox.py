@@ -434,11 +434,10 @@ def test_an_ordinary_user_has_it_too(method: Method) -> None:
     with tempfile.TemporaryDirectory() as folder:  # without the packages that others need
         os.chmod(folder, 0o755)
         package = Path(folder) / "caldera"
-        shutil.copytree(REPOSITORY / "src/caldera/reward/sandbox", package / "reward/sandbox")
+        shutil.copytree(REPOSITORY / "src/caldera/sandbox", package / "sandbox")
         for module in ("errors.py", "http_client.py"):
             shutil.copy(REPOSITORY / "src/caldera" / module, package)
         (package / "__init__.py").touch()
-        (package / "reward/__init__.py").touch()
         user = 61100
         done = subprocess.run(
             [find_interpreter(None, user).path, "-c", program, method],

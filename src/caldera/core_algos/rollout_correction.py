@@ -20,6 +20,12 @@ from caldera.config.rollout_correction import (
 )
 from caldera.core_algos.aggregation import masked_mean, masked_sum, zero_outside
 
+__all__ = [
+    "compute_offpolicy_metrics",
+    "compute_rollout_correction_and_rejection_mask",
+    "compute_variance_proxies",
+]
+
 Metrics = dict[str, Tensor]
 
 PREFIX = "rollout_corr/"

@@ -95,7 +95,7 @@ def test_requests_fail_alone(engine: SGLangEngine) -> None:
     assert told == {
         1: ("length", None),
         2: ("error", "RuntimeError: broken"),
-        3: ("error", "SGLang tells nothing more of it"),
+        3: ("error", "SGLang returns nothing more of it"),
         5: ("abort", "no room"),
     }
 
