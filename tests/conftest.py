@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 import logging
 import os
@@ -274,8 +276,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython) -> Lab:
     write_parquet(problems, "train", folder / "train.parquet")
     write_parquet(problems, "test", folder / "test.parquet")
     tokenizer = build_tokenizer()
+    shutil.copytree(_warm_started_model(tokenizer, problems), folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    _save_warm_started_model(tokenizer, problems, folder / "model")
     environment = warm.environment | {"CALDERA_CACHE": str(folder / "cache")}
     return Lab(folder, environment, warm)
 
@@ -383,6 +385,26 @@ def all_roles(lab: Lab, reward_model: tuple[str, ...]) -> tuple[str, ...]:
         *lab.descent,
         *reward_model,
     )
+
+
+def _warm_started_model(tokenizer: Any, problems: list[tuple[str, str]]) -> Path:
+    """The folder of the model, which is trained once for all sessions, until its recipe changes."""
+    import torch
+    import transformers
+
+    recipe = [inspect.getsource(_save_warm_started_model), str(START_ACCURACY), str(problems)]
+    recipe += [json.dumps(tokenizer.get_vocab(), sort_keys=True), torch.__version__, transformers.__version__]
+    name = hashlib.sha256("\n".join(recipe).encode()).hexdigest()[:16]
+    folder = REPOSITORY / ".pytest_cache" / "models" / name
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(dir=folder.parent))
+        _save_warm_started_model(tokenizer, problems, aside)
+        try:
+            aside.rename(folder)
+        except OSError:  # another process of the suite was first
+            shutil.rmtree(aside)
+    return folder
 
 
 def _save_warm_started_model(tokenizer: Any, problems: list[tuple[str, str]], folder: Path) -> None:
