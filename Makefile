@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-ver
 	--constraint constraints.txt
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 # Two files of tests at a time, each on one thread, in the order that tests/conftest.py gives them.
-PYTEST_TWICE := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST_TWICE := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist worksteal
 QUICK := -m 'not gpu and not slow'
 TRITON := 3.9.0
 TRACKING_TESTS := tests/integration/test_tracking_backends.py tests/integration/test_trace_backends.py
