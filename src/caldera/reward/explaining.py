@@ -9,9 +9,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from caldera.data.importing import own_frames
+
+T = TypeVar("T")
 
 # ---- A score function in a thread shares its process with the run, and may not end it
 
@@ -49,17 +51,53 @@ def guard_exit() -> None:
     os._exit = exit_unless_guarded
 
 
+def apart(function: Callable[[], T], otherwise: Callable[[BaseException], T]) -> T:
+    """What the function returns, or `otherwise` of what it raises; for methods of the user's.
+
+    In a thread, where a KeyboardInterrupt is none of Ctrl-C's, which raises in the main one.
+    """
+    done: list[T] = []
+
+    def work() -> None:
+        try:
+            with no_exit():
+                done.append(function())
+        except BaseException as error:  # noqa: BLE001 -- it is the user's code that runs
+            done.append(otherwise(error))
+
+    thread = threading.Thread(target=work, name="explaining", daemon=True)
+    thread.start()
+    thread.join()
+    return done[0]
+
+
 LONGEST_LINE = 500  # characters
+LONGEST_TRACED = 10_000  # characters of an exception that is shown with its traceback
 
 
 def explain(error: BaseException) -> str:
     """One line: what a score function raised, and where in the user's own code."""
-    try:
-        frames = own_frames(error) or list(traceback.extract_tb(error.__traceback__))
-    except Exception:  # noqa: BLE001 -- an exception of the user's may have custom attributes
-        frames = []
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"the score function raised {in_words(error)}{where}"
+    return f"the score function raised {in_words(error)}{apart(lambda: _where(error), _nowhere)}"
+
+
+def _where(error: BaseException) -> str:
+    frames = own_frames(error) or list(traceback.extract_tb(error.__traceback__))
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+
+
+def _nowhere(_: BaseException) -> str:
+    """An exception of the user's may have custom attributes."""
+    return ""
+
+
+def traced(error: BaseException) -> str:
+    """The traceback of what a score function raised; a line, where it is too long to read."""
+
+    def text() -> str:
+        is_short = len(str(error)) <= LONGEST_TRACED
+        return "".join(traceback.format_exception(error)).rstrip() if is_short else in_words(error)
+
+    return apart(text, lambda _: in_words(error))
 
 
 def in_words(error: BaseException) -> str:
@@ -70,13 +108,10 @@ def in_words(error: BaseException) -> str:
 
 def shown(value: Any, how: Callable[[Any], str] = repr) -> str:
     """One line that shows a value of a score function's, whatever its own `__repr__` does."""
-    try:
-        with no_exit():
-            return first_line(how(value))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001 -- it is the user's code that runs
-        return f"<{_kind(value)} whose text raises {_kind(error)}>"
+    return apart(
+        lambda: first_line(how(value)),
+        lambda error: f"<{_kind(value)} whose text raises {_kind(error)}>",
+    )
 
 
 def _kind(value: Any) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from caldera.errors import CalderaError, DataError, RewardError
 from caldera.protocol import DataProto, tensors_of
-from caldera.reward.explaining import explain, in_words, shown, writable
+from caldera.reward.explaining import explain, in_words, shown, traced, writable
 from caldera.reward.scoring import CallTimeout, attempt
 
 __all__ = ["FAILED", "TIMED_OUT", "VALUE", "Outcome", "Pending", "Sample", "read_score"]
@@ -30,7 +30,6 @@ STATE_KEY, ERROR_KEY = "reward_state", "reward_error"
 """Columns of states and errors, whose names no scorer may use."""
 
 SHOWN_RESPONSE_CHARACTERS = 200  # of a response, in an error message
-LONGEST_TRACED = 10_000  # characters of an exception that is logged with its traceback
 
 # Columns of rollouts and agent loops about a sample, and their names in the scorer's `extra_info`.
 ROLLOUT_COLUMNS = {
@@ -211,20 +210,16 @@ def failure(error: BaseException) -> Outcome:
     A `RewardError` reports an unscored sample. Any other error of Caldera's own says
     that the data or the configuration cannot be used, which no other sample will change.
     """
-    if isinstance(error, CallTimeout):
+    kind = type(error)  # an exception of the user's may have a `__class__` of another
+    if issubclass(kind, CallTimeout):
         return Outcome(state=TIMED_OUT, error=str(error))
-    if isinstance(error, RewardError):
+    if issubclass(kind, RewardError):
         return Outcome(state=FAILED, error=shown(error, str))
-    if isinstance(error, CalderaError | KeyboardInterrupt):
+    if issubclass(kind, CalderaError | KeyboardInterrupt):
         raise error
     if not _traceback_is_shown.is_set():
         _traceback_is_shown.set()
-        size = attempt(lambda: len(str(error)))
-        is_short = size.exception() is None and size.result() <= LONGEST_TRACED
-        said = "" if is_short else f" {in_words(error)}"
-        logger.error(
-            "the first failure of a score function:%s", said, exc_info=error if is_short else None
-        )
+        logger.error("the first failure of a score function:\n%s", traced(error))
     return Outcome(state=FAILED, error=explain(error))
 
 

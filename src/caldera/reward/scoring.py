@@ -193,7 +193,8 @@ class _Call:
 def _is_awaitable(returned: Future[Any]) -> bool:
     if returned.exception() is not None:
         return False
-    looked = attempt(inspect.isawaitable, returned.result())  # some proxies raise when looked at
+    with no_exit():
+        looked = attempt(inspect.isawaitable, returned.result())  # some raise when looked at
     return looked.exception() is None and bool(looked.result())
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from caldera.errors import RewardError
 from caldera.protocol import DataProto
-from caldera.reward import NaiveRewardManager, compute_reward
+from caldera.reward import NaiveRewardManager, compute_reward, samples
 from caldera.reward.scoring import CallTimeout, ScoringLimits, ThreadScoring, in_a_queue
 from caldera.tracking.dumps import json_line
 
@@ -35,6 +35,28 @@ class Stop(BaseException):
 class Unspeakable(Exception):
     def __str__(self) -> str:
         raise Stop
+
+
+class Farewell(Exception):
+    def __str__(self) -> str:
+        os._exit(3)
+
+
+class Interrupting(Exception):
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+class Fleeting(Exception):
+    @property
+    def __traceback__(self) -> None:  # type: ignore[override]
+        os._exit(3)
+
+
+def throw_noted() -> Any:
+    error = ValueError("said")
+    error.__notes__ = Ending()  # type: ignore[assignment]
+    raise error from Farewell()
 
 
 class Hidden(type):
@@ -79,6 +101,12 @@ class Proxy:
         raise RuntimeError("bound to nothing")
 
 
+class Disguised:
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        os._exit(3)
+
+
 def throw(error: BaseException) -> Any:
     raise error
 
@@ -94,6 +122,11 @@ def recurse(depth: int = 0) -> int:
         (lambda: throw(Silent()), "Silent: <Silent whose text raises RuntimeError>"),
         (lambda: throw(Falsy("said")), "Falsy: said"),
         (lambda: throw(Unspeakable()), "Unspeakable: <Unspeakable whose text raises Stop>"),
+        (lambda: throw(Farewell()), "Farewell: <Farewell whose text raises SystemExit>"),
+        (lambda: throw(Interrupting()), "<Interrupting whose text raises KeyboardInterrupt>"),
+        (lambda: throw(Fleeting()), "Fleeting"),
+        (throw_noted, "ValueError: said"),
+        (Disguised, "it called os._exit(3)"),
         (lambda: throw(NamelessError("said")), "NamelessError: said"),
         (lambda: throw(Untraceable("said")), "Untraceable"),
         (lambda: Leaving(score=1.0), "it called os._exit(3)"),
@@ -119,7 +152,10 @@ def test_a_sample_fails_and_the_others_are_scored(
     act: Callable[[], Any],
     problem: str,
     is_async: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(samples, "_traceback_is_shown", threading.Event())
+
     def compute_score(solution_str: str, **call: Any) -> Any:
         return act() if solution_str == "2" else 1.0
 
