@@ -108,6 +108,32 @@ def test_tests_that_ask_for_nothing_pass_nobody(sandbox: Sandbox) -> None:
         assert not sandbox.check("def square(x):\n    return x * x\n", tests).ok
 
 
+UNIT_TESTS = (
+    "import unittest\n"
+    "class Tests(unittest.TestCase):\n"
+    "    def test_it(self):\n        self.assertEqual(square(3), 9)\n"
+)
+
+
+@pytest.mark.parametrize(
+    "end", ["unittest.main()\n", "if __name__ == '__main__':\n    unittest.main()\n"]
+)
+def test_a_suite_of_unittest_is_run(end: str, sandbox: Sandbox) -> None:
+    """It ends by an exit."""
+    assert sandbox.check("def square(x):\n    return x * x\n", UNIT_TESTS + end).ok
+    for answer in ("", "def square(x):\n    return 8\n", "def square(x):\n    raise SystemExit\n"):
+        assert not sandbox.check(answer, UNIT_TESTS + end).ok
+
+
+def test_tests_that_exit_before_they_ask_pass_nobody(sandbox: Sandbox) -> None:
+    for tests in ("raise SystemExit\n", "import sys\nsys.exit(0)\n", "exit()\n", "quit()\n"):
+        assert not sandbox.check("def square(x):\n    return 9\n", f"{tests}{SQUARE}").ok
+    asks = "assert square(3) == 9\nraise SystemExit({})\n"
+    for status, passes in (("", True), ("0", True), ("False", True), ("1", False), ("'no'", False)):
+        outcome = sandbox.check("def square(x):\n    return 9\n", asks.format(status))
+        assert outcome.ok == passes, status
+
+
 def test_objects_of_the_program_keep_what_tests_give_them(sandbox: Sandbox) -> None:
     program = (
         "class Node:\n    def __init__(self, value):\n        self.value, self.next = value, None\n"

@@ -10,6 +10,8 @@ import builtins
 import importlib
 import json
 import os
+import sys
+import types
 from typing import Any, BinaryIO, NoReturn
 
 from caldera.sandbox.inside.names import names_of_modules, names_of_the_program
@@ -96,11 +98,16 @@ def _exception(name: str, message: str) -> Exception:
 def run_tests(source: str, replies: BinaryIO, requests: BinaryIO) -> None:
     """Raises what the first failing test raises; tests that ask the program for nothing fail."""
     connection = Connection(replies, requests)
-    names: dict[str, Any] = {"__name__": "tests"}
+    main = sys.modules["__main__"] = types.ModuleType("__main__")  # where unittest looks for tests
+    names = main.__dict__
     for name in names_of_modules(source):
         names[name] = importlib.import_module(name)
     for name in names_of_the_program(source):
         names[name] = Remote(connection, name)
-    exec(compile(source, "tests.py", "exec"), names)
+    try:
+        exec(compile(source, "tests.py", "exec"), names)
+    except SystemExit as exit_:  # as at the end of unittest.main()
+        if exit_.code:
+            raise
     if not connection.was_used:
         _fail("the tests ask the program for nothing")
