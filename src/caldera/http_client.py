@@ -97,7 +97,7 @@ class JsonClient:
                 content = error.read(2000)
             kind = Unavailable if error.code in self._retried else Refused
             raise kind(f"{error}: {content.decode(errors='replace')}", error.code) from error
-        except (OSError, HTTPException, ValueError) as error:
+        except (OSError, HTTPException, ValueError, RecursionError) as error:
             raise Unavailable(str(error) or type(error).__name__) from error
 
 

@@ -60,6 +60,11 @@ def outcome_of(response: Mapping[str, Any]) -> Outcome:
     result = response.get("run_result")
     if response.get("status") not in ("Success", "Failed") or not isinstance(result, Mapping):
         raise RewardError(f"the sandbox server failed: {response.get('message')!r}")
+    stdout, stderr = result.get("stdout") or "", result.get("stderr") or ""
+    seconds = result.get("execution_time") or 0.0
+    is_text = isinstance(stdout, str) and isinstance(stderr, str)
+    if not is_text or not isinstance(seconds, int | float):
+        raise RewardError(f"the sandbox server's result makes no sense: {result!s:.200}")
     exit_code = result.get("return_code")
     status: Status = "failed"
     if result.get("status") == "TimeLimitExceeded":
@@ -68,10 +73,10 @@ def outcome_of(response: Mapping[str, Any]) -> Outcome:
         status = "ok"
     return Outcome(
         status,
-        result.get("stdout") or "",
-        result.get("stderr") or "",
+        stdout,
+        stderr,
         exit_code,
-        result.get("execution_time") or 0.0,
+        max(0.0, seconds),
         raised=response.get("raised"),
     )
 

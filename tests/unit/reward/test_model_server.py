@@ -132,6 +132,7 @@ def test_the_protocols(score: Callable[..., float], server: Server, folder: Path
         (200, b"<html>"),
         (200, b"\xff\xfe"),
         (200, b"[]"),
+        (200, b"[" * 100_000),
         (200, b'{"data": []}'),
         (200, b'{"data": [{"probs": []}]}'),
         (200, b'{"data": [{"probs": ["high"]}]}'),

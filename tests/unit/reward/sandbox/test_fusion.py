@@ -39,6 +39,20 @@ def test_an_answer_about_nothing_is_an_error(response: dict[str, object]) -> Non
         outcome_of(response)
 
 
+@pytest.mark.parametrize(
+    "odd", [{"stdout": 9}, {"stderr": ["x"]}, {"execution_time": "0.1"}, {"execution_time": [1]}]
+)
+def test_a_result_of_other_types_is_an_error(odd: dict[str, object]) -> None:
+    with pytest.raises(RewardError, match="the sandbox server's result makes no sense"):
+        outcome_of({"status": "Success", "run_result": {"return_code": 0, **odd}})
+
+
+def test_no_program_ran_for_less_than_nothing() -> None:
+    """It would lengthen the time limit of its scorer."""
+    result = {"return_code": 0, "execution_time": -1e9}
+    assert outcome_of({"status": "Success", "run_result": result}).seconds == 0.0
+
+
 @pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/run_code"])
 def test_the_path_may_be_left_out(url: str) -> None:
     assert SandboxFusionClient(url).url == "http://h:1/run_code"
