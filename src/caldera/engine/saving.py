@@ -144,7 +144,12 @@ class RoleCheckpoint(ABC):
         if "extra" not in contents:
             return None
         extra: dict[str, Any] = read_extra(folder, self._rank, self._size)
-        restore_rng(extra["rng"])
+        try:
+            restore_rng(extra["rng"])
+        except DAMAGE as error:
+            raise CheckpointError(
+                f"{folder} is damaged: its extra state restores no random generators: {error}"
+            ) from error
         return extra
 
 

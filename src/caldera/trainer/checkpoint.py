@@ -41,6 +41,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 STARTED_ANEW = "0"
 """What the tracker says of a run that has left earlier checkpoints behind and saved none yet."""
 ROLES = ("actor", "critic")
+LONGEST_STEP = 18  # digits
+_STEP = re.compile(rf"[0-9]{{1,{LONGEST_STEP}}}")
 _STEP_FOLDER = re.compile(r"global_step_(\d+)$")
 
 
@@ -66,11 +68,16 @@ def step_of(folder: Path | str) -> int:
     return int(match[1])
 
 
+def read_step(text: str) -> int | None:
+    """The step that a tracker names, if that is a number."""
+    return int(text) if _STEP.fullmatch(text) else None
+
+
 def tracked_step(root: Path) -> int | None:
     """The newest complete step of a run's folder, if there is any."""
     tracker = root / TRACKER
     text = tracker.read_text().strip() if tracker.is_file() else ""
-    return int(text) if text.isdigit() and text != STARTED_ANEW else None
+    return None if text == STARTED_ANEW else read_step(text)
 
 
 def complete_steps(root: Path) -> list[int]:
@@ -294,7 +301,7 @@ class CheckpointFolder:
         tracker = self.root / TRACKER
         if not tracker.is_file():
             return self._untracked_newest()
-        text = tracker.read_text().strip()
+        text = tracker.read_text().strip()[:LONGEST_STEP]
         if text == STARTED_ANEW:
             return None
         folder = self.root / f"global_step_{text}"

@@ -23,6 +23,7 @@ from caldera.trainer.checkpoint import (
     TRACKER,
     expired_roles,
     is_step_folder,
+    read_step,
     step_folder,
     step_of,
 )
@@ -126,8 +127,8 @@ class RemoteCheckpoints:
         if self._has_looked:
             return
         text = self._again(lambda: self._store.read_text(TRACKER), f"reading {TRACKER}")
-        named = text.strip() if text is not None else "none"
-        self._tracked = int(named) if named.isdigit() and int(named) < step else None
+        named = read_step(text.strip()) if text is not None else None
+        self._tracked = named if named is not None and named < step else None
         if text is not None and self._tracked is None:
             self._again(self.forget, f"removing {TRACKER}")
         self._has_looked = True
@@ -136,9 +137,10 @@ class RemoteCheckpoints:
         text = self._store.read_text(TRACKER)
         if text is None:
             return None
-        if not text.strip().isdigit():  # as it may be for a moment while it is written
-            raise OSError(f"{TRACKER} says {text!r}, which is no step")
-        return int(text)
+        step = read_step(text.strip())
+        if step is None:  # as it may be for a moment while it is written
+            raise OSError(f"{TRACKER} says {text[:100]!r}, which is no step")
+        return step
 
     def _prune_or_tell(self, newest: int) -> None:
         """Remove what is beyond the numbers to keep; it can wait for the next time."""

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from caldera.config import OptimizerConfig
 from caldera.core_algos import LossScale
 from caldera.engine import ForwardPlan, LocalEngine, Outputs
-from caldera.engine.saving import extra_file, read_extra
+from caldera.engine.saving import extra_file, read_extra, write_file
 from caldera.errors import CheckpointError
 from caldera.protocol import DataProto
 
@@ -133,6 +133,15 @@ def test_nothing_but_the_ranks_own_state(make_engine: Make, tmp_path: Path) -> N
     engine.save(tmp_path, ["extra"])
     assert {path.name for path in tmp_path.iterdir()} == {"extra_state_world_size_1_rank_0.pt"}
     engine.load(tmp_path, ["extra"])
+
+
+@pytest.mark.parametrize("extra", [None, [1], {}, {"rng": {"cpu": torch.ones(3)}}])
+def test_an_extra_state_of_something_else(make_engine: Make, tmp_path: Path, extra: object) -> None:
+    engine = make_engine(optim=ADAMW)
+    engine.save(tmp_path, ["extra"])
+    write_file(extra, extra_file(tmp_path, 0, 1))
+    with pytest.raises(CheckpointError, match="its extra state restores no random generators"):
+        engine.load(tmp_path, ["extra"])
 
 
 def test_another_number_of_ranks_goes_on_from_rank_0(

@@ -135,6 +135,55 @@ def test_the_index_names_no_other_part_of_torch(folder: Path, mark: Path, name: 
     refused(mark, f"torch.{name}", lambda: load(model, None, folder, BOTH))
 
 
+@pytest.mark.parametrize("name", ["/etc/passwd", "../../secret", "%2fetc/passwd"])
+def test_the_index_names_no_file_elsewhere(folder: Path, name: str) -> None:
+    model = root()
+    save_distributed(model, None, folder, BOTH)
+    index = folder / "dist_ckpt/.metadata"
+    metadata = pickle.loads(index.read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = name
+    index.write_bytes(pickle.dumps(metadata))
+    for work in (lambda: load(model, None, folder, BOTH), lambda: dict(read_whole(folder))):
+        with pytest.raises(CheckpointError, match="has a file that is refused"):
+            work()
+
+
+@pytest.mark.parametrize("name", ["dist_ckpt/.metadata", "optim_world_size_1_rank_0.pt"])
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_flipped_bit_of_a_checkpoint_without_a_manifest(folder: Path, name: str) -> None:
+    model = root()
+    optimizer = torch.optim.AdamW(model.parameters())
+    (save_distributed if "dist" in name else save_classic)(model, optimizer, folder, BOTH)
+    file = folder / name
+    intact = file.read_bytes()
+    for place in range(3, len(intact), 61):
+        file.write_bytes(intact[:place] + bytes([intact[place] ^ 8]) + intact[place + 1 :])
+        with suppress(CheckpointError):
+            load(model, optimizer, folder, BOTH)
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [
+        ("model", [1]),
+        ("model", {1: torch.ones(1)}),
+        ("optim", None),
+        ("optim", {}),
+        ("optim", {"state": 5, "param_groups": []}),
+        ("optim", {"state": {}, "param_groups": [{}]}),
+        ("optim", {"state": {9: {}}, "param_groups": [{"params": [0, 1]}]}),
+    ],
+)
+def test_classic_files_of_something_else(folder: Path, kind: str, state: Any) -> None:
+    model = root()
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_classic(model, optimizer, folder, BOTH)
+    torch.save(state, folder / f"{kind}_world_size_1_rank_0.pt")
+    with pytest.raises(CheckpointError, match=f"{kind}_world_size_1_rank_0.pt is damaged"):
+        load_classic(model, optimizer, folder, BOTH)
+
+
 def test_what_is_no_tensor_in_a_distributed_checkpoint(folder: Path, mark: Path) -> None:
     model = root()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -198,14 +198,14 @@ def test_a_path_that_is_no_checkpoint(make: Make, tmp_path: Path, name: str) -> 
         make(resume_mode="resume_path", resume_from_path=str(path)).to_resume()
 
 
-@pytest.mark.parametrize("text", ["7", "seven", ""])
+@pytest.mark.parametrize("text", ["7", "seven", "", "\u00b2", "9" * 5000])
 def test_a_tracker_that_leads_nowhere(make: Make, text: str) -> None:
     checkpoints = make()
     checkpoints.save(1, write())
     (checkpoints.root / TRACKER).write_text(text)
     with pytest.raises(CheckpointError) as raised:
         checkpoints.to_resume()
-    assert f"says {text!r}, but there is no folder" in str(raised.value)
+    assert f"says {text[:18]!r}, but there is no folder" in str(raised.value)
     assert "trainer.resume_mode=disable starts anew" in str(raised.value)
 
 

@@ -403,7 +403,7 @@ def test_a_store_that_is_down_is_no_matter_where_there_is_a_checkpoint(
     assert len(told) == 2
 
 
-@pytest.mark.parametrize("text", ["", "seven"])
+@pytest.mark.parametrize("text", ["", "seven", "\u00b2"])
 def test_a_torn_tracker_is_written_anew(
     make: Make, remote: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -147,13 +147,17 @@ def read_files(folder: Path, kind: str, ranks: int) -> list[dict[str, Any]] | No
         return None
     if missing:
         raise CheckpointError(f"{missing[0]} is missing: the checkpoint is incomplete")
-    return [read_file(path) for path in paths]
+    files = [read_file(path) for path in paths]
+    for path, file in zip(paths, files, strict=True):
+        if not (_is_optimizer(file) if kind == "optim" else all(isinstance(k, str) for k in file)):
+            raise CheckpointError(f"{path} is damaged: it holds no state of this kind")
+    return files
 
 
 def read_file(path: Path) -> dict[str, Any]:
     try:
         with _quiet_meshes():
-            found: dict[str, Any] = load_file(path, path, mmap=True)
+            found = load_file(path, path, mmap=True)
     except CheckpointError as error:
         if SHARDED not in str(error):
             raise
@@ -162,9 +166,22 @@ def read_file(path: Path) -> dict[str, Any]:
         if any(text in str(error) for text in NOT_ITS_PROCESS):
             raise CheckpointError(f"{path} {OUTDATED}") from error
         raise CheckpointError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is damaged: it holds a {type(found).__name__}")
     if any(isinstance(value, ShardedTensor) for value in found.values()):
         raise CheckpointError(f"{path} {OUTDATED}")
     return found
+
+
+def _is_optimizer(file: dict[str, Any]) -> bool:
+    """Whether this is the state_dict of an optimiser."""
+    state, groups = file.get("state"), file.get("param_groups")
+    if not isinstance(state, dict) or not isinstance(groups, list):
+        return False
+    if not all(isinstance(one, dict) and isinstance(one.get("params"), list) for one in groups):
+        return False
+    numbers = {number for group in groups for number in group["params"]}
+    return all(number in numbers and isinstance(kept, dict) for number, kept in state.items())
 
 
 def has_flat_pieces(file: dict[str, Any]) -> bool:

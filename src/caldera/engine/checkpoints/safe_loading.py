@@ -13,17 +13,23 @@ import pathlib
 import pickle
 import re
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 import numpy as np
 import torch
 import torch.distributed.tensor  # has torch know DTensors and their meshes as safe
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 
 from caldera.errors import CheckpointError
+from caldera.storage.paths import check_names
 
 logger = logging.getLogger(__name__)
 
@@ -119,13 +125,41 @@ class SafeReader(FileSystemReader):
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         with path.open("rb") as file:
             unpickler = pickle.Unpickler(file) if is_trusted() else _IndexUnpickler(file, path)
-            metadata = unpickler.load()
-        if not isinstance(metadata, Metadata):
+            try:
+                metadata = unpickler.load()
+            except MemoryError as error:  # of a length that is damaged
+                raise pickle.UnpicklingError("a length beyond all memory") from error
+        if not _is_index(metadata):
             raise CheckpointError(f"{path} is damaged: it holds no index of a checkpoint")
+        check_names({info.relative_path for info in metadata.storage_data.values()}, str(path))
         # Earlier versions of torch have written none.
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def _is_index(found: Any) -> TypeGuard[Metadata]:
+    parts = vars(found) if isinstance(found, Metadata) else {}
+    names, places = parts.get("state_dict_metadata"), parts.get("storage_data")
+    return (
+        isinstance(names, dict)
+        and all(isinstance(name, str) and _is_described(one) for name, one in names.items())
+        and isinstance(places, dict)
+        and all(isinstance(getattr(one, "relative_path", None), str) for one in places.values())
+    )
+
+
+def _is_described(one: Any) -> bool:
+    """Whether an entry of the index has the parts of its kind."""
+    if isinstance(one, BytesStorageMetadata):
+        return True
+    parts = vars(one) if isinstance(one, TensorStorageMetadata) else {}
+    return (
+        isinstance(parts.get("size"), torch.Size)
+        and isinstance(getattr(parts.get("properties"), "dtype", None), torch.dtype)
+        and isinstance(parts.get("chunks"), list)
+        and all({"offsets", "sizes"} <= vars(chunk).keys() for chunk in parts["chunks"])
+    )
 
 
 class _IndexUnpickler(pickle.Unpickler):
