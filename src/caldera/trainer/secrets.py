@@ -23,7 +23,9 @@ __all__ = [
 
 MASK = "***"
 SECRET = re.compile(
-    r"(api|access|private|account)[_-]?key|secret|passwo?r?d|authorization|credential", re.I
+    r"(api|access|private|account)[_-]?key|secret|passwo?r?d|authorization|credential"
+    r"|(seed|recovery|backup)[_-]?(phrase|code)|(access|oauth)[_-]?code|conn(ection)?[_-]?str(ing)?",
+    re.I,
 )
 """In names of secrets, whatever stands around it."""
 WORDS = frozenset(
@@ -34,20 +36,30 @@ WORDS = frozenset(
         "cookies",
         "cred",
         "creds",
+        "csrf",
+        "dsn",
         "hmac",
         "jwt",
+        "mnemonic",
+        "oauth",
         "otp",
+        "pat",
         "passcode",
         "passkey",
         "passphrase",
         "pw",
         "pwd",
+        "sas",
         "signature",
+        "tok",
+        "totp",
+        "webhook",
     }
 )
 """Whole words in names of secrets: an `author` is none."""
 OWNERS = frozenset(
     {
+        "admin",
         "anthropic",
         "auth",
         "aws",
@@ -63,6 +75,7 @@ OWNERS = frozenset(
         "comet",
         "dashscope",
         "deepseek",
+        "deploy",
         "encryption",
         "endpoint",
         "fireworks",
@@ -84,13 +97,16 @@ OWNERS = frozenset(
         "openai",
         "openrouter",
         "replicate",
+        "root",
         "serper",
         "server",
         "service",
+        "session",
         "sign",
         "signing",
         "ssh",
         "ssl",
+        "storage",
         "subscription",
         "swanlab",
         "tavily",
@@ -137,8 +153,9 @@ BEARER = re.compile(
     r"\b(Bearer|Basic(?=\s+\S*(?:\d|=|(?-i:[a-z][A-Z]))))(\s+)[\w.~+/=-]{8,}", re.I
 )  # "basic instructions" are none
 QUERY = re.compile(
-    r"([?&;#](?:[\w-]*[_-])?(?:sig|signature|credential|token|key|password|pw|auth|"
-    r"apikey|accesstoken|authtoken|secret|code)=)[^&;\s'\"]+",
+    r"([?&;#](?:[\w-]*[_-])?(?:sig|signature|credential|policy|token|key|password|passwd|pass|"
+    r"pwd|pw|auth|bearer|jwt|hmac|sas|session|apikey|accesstoken|authtoken|secret|code)=)"
+    r"[^&;\s'\"]+",
     re.I,
 )
 """Parts of signed URLs."""
@@ -152,6 +169,19 @@ PAIR = re.compile(
     re.I,
 )
 """A name and its value, in a header, a command or a dictionary that is written as text."""
+HEADER = re.compile(
+    r"(\b(?:proxy-)?authorization['\"]?\s*[:=]\s*['\"]?(?:[a-z]+ +(?=\S))?)"
+    r"[^\s'\",;*]{4,}+(?! +\*)"
+    r"|(\bcookie['\"]?\s*:\s*['\"]?)[\w.-]+=[^'\"\n]+",
+    re.I,
+)
+SETTING = re.compile(r"(['\"]?)\b([\w.-]+)(=['\"]?|\1\s*:\s*['\"])([^\s'\",;&*]{4,})")
+"""A variable's value in a command, and a text in a dictionary that is written as text."""
+OPTION = re.compile(
+    r"((?:^|\s)--?(?:[\w-]*-)?(?:auth|pass|passphrase|passwd|password|pw|secret|token)[= ])"
+    r"(?!-)[^\s'\"*]{4,}|(\s(?:-u|--user)[= ]?[^\s:]+:)[^\s*]+",
+    re.I,
+)
 USER_OF_URL = re.compile(r"\b([a-z][a-z0-9+.-]*://)[^/\s@:]*:[^/\s]*@|\b(https?://)[^/\s@]+@", re.I)
 """A password, or with HTTP a user alone: `abfs://container@account` is none."""
 NOTHING = re.compile(r"|none|null|true|false|\{\}|\[\]", re.I)
@@ -159,6 +189,8 @@ NOTHING = re.compile(r"|none|null|true|false|\{\}|\[\]", re.I)
 COUNT = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.I)
 PAIRS = re.compile(r"""([\w.-]+)['"]?\s*:\s*['"]?([^,'"{}\[\]]*)""")
 """The names in a dictionary that is written as text, with the values that are no groups."""
+ITEMS = re.compile(r"""[^\s,'"\[\]]+""")
+"""The texts in a list that is written as text."""
 
 
 def masked_dict(config: Any) -> dict[str, Any]:
@@ -190,8 +222,19 @@ def masked_text(text: str) -> str:
     text = USER_OF_URL.sub(lambda found: f"{found[1] or found[2]}{MASK}@", text)
     text = QUERY.sub(rf"\g<1>{MASK}", text)
     text = PAIR.sub(rf"\g<1>\g<2>{MASK}", WEBHOOK.sub(rf"\g<1>{MASK}", text))
+    text = HEADER.sub(lambda found: f"{found[1] or found[2]}{MASK}", text)
     text = BEARER.sub(rf"\g<1>\g<2>{MASK}", text)
+    text = OPTION.sub(lambda found: f"{found[1] or found[2]}{MASK}", text)
+    text = SETTING.sub(_masked_setting, text)
     return SHAPES.sub(MASK, text)
+
+
+def _masked_setting(found: re.Match[str]) -> str:
+    whole, name, value = found[0], found[2], found[4]
+    is_variable = name.isupper() and _names_a_secret(name, value)  # tokens have names as well
+    if is_variable or _is_secret_name(name, value):
+        return whole[: -len(value)] + MASK
+    return whole
 
 
 def is_masked(text: str) -> bool:
@@ -237,9 +280,11 @@ def _masked(value: Any, name: str = "", is_variable: bool = False) -> Any:
         return MASK
     if isinstance(value, dict):
         is_group = name == VARIABLES
-        if value.keys() == {"name", "value"}:
-            return value | {"value": _masked(value["value"], str(value["name"]), is_variable)}
-        return {key: _masked(item, str(key), is_group) for key, item in value.items()}
+        masked = {key: _masked(item, str(key), is_group) for key, item in value.items()}
+        label = value.get("name", value.get("key"))
+        if "value" in value and isinstance(label, str):
+            masked["value"] = _masked(value["value"], label, is_variable)
+        return masked
     if isinstance(value, list | tuple):
         return _masked_list(value)
     return masked_text(value) if isinstance(value, str) else value
@@ -251,8 +296,11 @@ def _masked_list(values: Sequence[Any]) -> list[Any]:
     return [
         MASK
         if isinstance(name, str)
-        and (len(values) == 2 or _is_option(name))
-        and _is_secret_name(name, str(item))
+        and (
+            _names_a_secret(name, item)
+            if _is_option(name)
+            else len(values) == 2 and _is_secret_name(name, str(item))
+        )
         else _masked(item)
         for name, item in zip(before, values, strict=False)
     ]
@@ -263,13 +311,15 @@ def _masked_argument(text: str) -> str:
     if not is_set:
         return masked_text(text)
     parts = key.lstrip("+").split(".")
-    if value.lstrip().startswith(("{", "[")):
+    if value.lstrip(" '\"").startswith(("{", "[")):
         # Hydra's way to write dictionaries is no YAML; one secret name hides all of it.
         pairs = [
             (parts[-1], value),
             *((name, item or value) for name, item in PAIRS.findall(value)),
         ]
+        items = ITEMS.findall(value)
         is_secret = any(name == VARIABLES or _names_a_secret(name, item) for name, item in pairs)
+        is_secret = is_secret or (":" not in value and _masked_list(items) != items)
         return f"{key}={MASK}" if is_secret else masked_text(text)
     masked = _masked(value, parts[-1], VARIABLES in parts[:-1])
     return f"{key}={masked}"

@@ -132,6 +132,28 @@ def test_options_and_variables_hide_secrets() -> None:
         },
         {"maps": f"AIza{'hidden' * 6}", "slack": "xapp-1-hidden-hidden"},
         {"bot": "https://api.telegram.org/bot1:hidden/sendMessage"},
+        {
+            "sas": "hidden",
+            "github_pat": "hidden",
+            "oauth2": "hidden",
+            "dsn": "hidden",
+            "csrf": "hidden",
+        },
+        {"slack_webhook": "hidden", "totp": "hidden", "seed_phrase": "hidden", "hf_tok": "hidden"},
+        {
+            "conn_str": "hidden",
+            "admin_key": "hidden",
+            "session_key": "hidden",
+            "storageKey": "hidden",
+        },
+        {"recovery_code": "hidden", "oauth_code": "hidden", "mnemonic": "hidden hidden"},
+        {"headers": [{"key": "Authorization", "value": "hidden", "enabled": True}]},
+        {"header": "Proxy-Authorization: Negotiate hidden", "other": "Authorization: hidden"},
+        {"header": "Cookie: sid=hidden; id=hidden", "command": "curl -u me:hidden http://h"},
+        {"command": "judge --token hidden", "args": ["--token", "hidden"]},
+        {"shell": "export AUTH=hidden OPENAI_KEY=hidden HF_TOKEN='hidden'"},
+        {"body": "{'auth': 'hidden', \"passphrase\": \"hidden\"}"},
+        {"urls": "https://s/?pwd=hidden&pass=hidden#jwt=hidden https://s/x?Policy=hidden"},
     ],
 )
 def test_secrets_in_lists_headers_and_text(values: dict[str, Any]) -> None:
@@ -147,11 +169,30 @@ def test_secrets_in_lists_headers_and_text(values: dict[str, Any]) -> None:
         {"system_prompt": "Give basic instructions. Pass: all tests."},
         {"by": ["token", "sequence"], "pass": 1, "key": "answer"},
         {"monkey": "a", "hotkeys": ["b"], "page": "https://s/#section", "pwm": "c"},
+        {"question": "Is the author= of the cookie: recipes known?"},
+        {"template": "{% set token=message.content %}{{ bos_token }} a 'key': 'value'"},
+        {"pattern": "a.*b", "pin_memory": True, "patience": 3, "options": "--seed 1234 -n 5"},
+        {"filters": [{"key": "level", "value": "hard"}, {"name": "a", "value": "b", "c": 1}]},
         {"key_value_heads": 8, "reward_fn_key": "data_source", "tokenizer": "gpt2"},
     ],
 )
 def test_what_is_no_secret_stays(values: dict[str, Any]) -> None:
     assert masked_values(values) == values
+
+
+def test_lists_and_quoted_groups_of_a_command_hide_secrets() -> None:
+    command = [
+        "+x.headers=[Authorization, hidden]",
+        "x='{auth: hidden}'",
+        "x=['--token','hidden']",
+        "trainer.logger=[console,file]",
+    ]
+    assert masked_arguments(command) == ["+x.headers=***", "x=***", "x=***", command[-1]]
+
+
+def test_what_is_masked_stays_so() -> None:
+    once = masked_text("Authorization: Basic hiddenhidden; Cookie: a=hidden; PW=hidden --pw hidden")
+    assert "hidden" not in once and masked_text(once) == once
 
 
 def test_a_user_and_password_in_a_header_are_hidden() -> None:

@@ -127,7 +127,7 @@ class SafeReader(FileSystemReader):
             unpickler = pickle.Unpickler(file) if is_trusted() else _IndexUnpickler(file, path)
             try:
                 metadata = unpickler.load()
-            except MemoryError as error:  # of a length that is damaged
+            except (MemoryError, OverflowError) as error:  # of a length that is damaged
                 raise pickle.UnpicklingError("a length beyond all memory") from error
         if not _is_index(metadata):
             raise CheckpointError(f"{path} is damaged: it holds no index of a checkpoint")
