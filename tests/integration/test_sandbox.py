@@ -27,6 +27,7 @@ from caldera.errors import ConfigError, DataError, RewardError, UnsupportedError
 from caldera.sandbox import Limits, Outcome, Sandbox, SandboxFusionClient
 from caldera.sandbox.isolation import Method, find_interpreter, slot_user
 from caldera.sandbox.server import SandboxServer
+from caldera.sandbox.slot import Slot, _step
 
 REPOSITORY = Path(__file__).parents[2]
 HOSTILE = sorted((REPOSITORY / "tests/data/hostile").glob("*.py"))
@@ -37,6 +38,7 @@ LIMITS = Limits(
     wall_seconds=20.0, cpu_seconds=20, memory_mb=128, disk_mb=8, processes=8, open_files=64,
     output_bytes=2**18,
 )  # fmt: skip
+SLEEPER = "import time\nopen('left', 'w').close()\ntime.sleep(600)\n"
 IMPATIENT = replace(LIMITS, wall_seconds=0.7)  # for programs that never end
 # Two tasks, for hostile programs to get wrong.
 STDIN, STDOUT = "6 7\n", "42\n"
@@ -445,3 +447,19 @@ def test_an_ordinary_user_has_it_too(method: Method) -> None:
             env={"PATH": os.environ["PATH"]}, capture_output=True, text=True,
         )  # fmt: skip
     assert done.stdout.split("\n") == ["42", "failed", "ok", ""], done.stderr
+
+
+def test_no_folder_outlives_a_caller_that_was_killed() -> None:
+    """Without namespaces, programs have theirs in the host's temporary folder."""
+
+    def folders() -> set[Path]:
+        return set(Path("/tmp").glob("caldera-sandbox-*"))
+
+    before = folders()
+    slot = Slot(0, "none", None)
+    run = slot.start("run", LIMITS, {"program": SLEEPER, "files": {}})
+    while not any((folder / "left").exists() for folder in folders() - before):
+        _step(slot, [run], 0.1)
+    run.close()
+    slot.close()
+    assert folders() == before

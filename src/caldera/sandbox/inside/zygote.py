@@ -96,11 +96,18 @@ class Zygote:
                 if key.data is not None:
                     self._finish(key.data)
                 elif not self._receive():
-                    for run in self.runs.values():
-                        _kill_group(run.init)
+                    self._give_up()
                     return
             if not events and self.in_namespaces:
                 self._look_at_memory()
+
+    def _give_up(self) -> None:
+        """End what is running: nobody waits for it, as after the end of a run that was killed."""
+        for run in self.runs.values():
+            _kill_group(run.init)
+            os.waitpid(run.init, 0)
+            if run.folder is not None:
+                shutil.rmtree(run.folder, ignore_errors=True)
 
     def _send(self, message: dict[str, Any]) -> None:
         self.control.send(json.dumps(message).encode())
