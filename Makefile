@@ -7,7 +7,7 @@ PYTHON ?=
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check \
 	--constraint constraints.txt
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
-# Two files of tests at a time, each on one thread, in the order that tests/conftest.py gives them.
+# Two processes, each on one thread; one that has run its half takes tests of the other's.
 PYTEST_TWICE := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist worksteal
 QUICK := -m 'not gpu and not slow'
 TRITON := 3.9.0
