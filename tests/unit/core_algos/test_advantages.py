@@ -255,7 +255,7 @@ class TestRegistry:
         with pytest.raises(ConfigError, match=f"algorithm.adv_estimator='{name}' .*{needed}"):
             estimate_advantages(name, inputs, AlgorithmConfig())
 
-    def test_an_own_estimator_that_asks_for_what_there_is_not(
+    def test_a_custom_estimator_that_asks_for_what_there_is_not(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(ADV_ESTIMATORS, "_items", dict(ADV_ESTIMATORS._items))
@@ -269,7 +269,22 @@ class TestRegistry:
                 "novel", AdvantageInputs(self.REWARDS, self.MASK), AlgorithmConfig()
             )
 
-    def test_an_own_estimator_takes_what_it_names(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_custom_estimator_takes_any_tensor_of_the_batch_by_name(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ADV_ESTIMATORS, "_items", dict(ADV_ESTIMATORS._items))
+
+        @register_adv_est("novel")
+        def novel(token_level_rewards: Tensor, moon_phase: Tensor) -> tuple[Tensor, Tensor]:
+            return token_level_rewards, moon_phase
+
+        batch = {"moon_phase": torch.ones(2, 2), "token_level_rewards": torch.full((2, 2), 9.0)}
+        inputs = AdvantageInputs(self.REWARDS, self.MASK, batch=batch)
+        advantages, returns = estimate_advantages("novel", inputs, AlgorithmConfig())
+        assert advantages is self.REWARDS
+        assert returns is batch["moon_phase"]
+
+    def test_a_custom_estimator_takes_what_it_names(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ADV_ESTIMATORS, "_items", dict(ADV_ESTIMATORS._items))
 
         class Mine(str, enum.Enum):  # noqa: UP042 - the kind of enum that people have

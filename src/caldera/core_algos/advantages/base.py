@@ -104,19 +104,22 @@ _ORIGINS: dict[str, tuple[type[CalderaError], str]] = {
 def estimate_advantages(
     name: str | Enum, inputs: AdvantageInputs, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """Call the named estimator with whatever of the inputs it takes: (advantages, returns)."""
+    """Call the named estimator with the inputs and tensors of the batch that it names: (advantages,
+    returns)."""
     estimator = get_adv_estimator_fn(name)
-    offered: dict[str, Any] = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
-    held = {key: value for key, value in offered.items() if value is not None}
-    held["config"] = config
     parameters = inspect.signature(estimator).parameters.values()
+    named = {parameter.name for parameter in parameters}
+    tensors = {} if inputs.batch is None else inputs.batch
+    held: dict[str, Any] = {key: tensor for key, tensor in tensors.items() if key in named}
+    offered: dict[str, Any] = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    held |= {key: value for key, value in offered.items() if value is not None}
+    held["config"] = config
     for parameter in parameters:
         variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         optional = variadic or parameter.default is not parameter.empty
         if not optional and parameter.name not in held:
             raise _missing(_plain(name), parameter.name)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        named = {parameter.name for parameter in parameters}
         held = {key: value for key, value in held.items() if key in named}
     with torch.no_grad():
         return estimator(**held)
