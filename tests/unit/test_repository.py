@@ -6,7 +6,10 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+
+import pytest
 
 import caldera
 
@@ -59,6 +62,35 @@ def test_decisions_are_numbered_named_after_their_title_and_have_a_status() -> N
         assert page.name == "-".join([f"{number:04d}", *words]) + ".md"
         assert blank == "" and re.match("Status: (accepted|superseded by)", status), page.name
         assert f"| {number} | [{title}]({page.name}) |" in index
+
+
+def test_a_decision_names_its_status_in_the_index() -> None:
+    """As the page does, with the numbers of the decisions that amend it."""
+    folder = ROOT / "docs/adr"
+    rows = (folder / "README.md").read_text(encoding="utf-8").splitlines()
+    listed = {row.split("|")[1].strip(): row.split("|")[3].strip() for row in rows if "](0" in row}
+    for page in folder.glob("[0-9]*.md"):
+        status = page.read_text(encoding="utf-8").split("\n\n")[1].removeprefix("Status: ")
+        plain = re.sub(r"\[(\d+)\]\([^)]*\)", r"\1", " ".join(status.split()))
+        assert listed[str(int(page.name[:4]))] == plain, page.name
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_the_layers_of_a_page_are_those_of_the_linter(page: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = project["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    words = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert f"``` {' -> '.join(layers)} ```" in words
+
+
+def test_the_architecture_page_lists_every_room() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    rooms = {name.rstrip("/") for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    package = ROOT / "src/caldera"
+    found = {path.name for path in package.iterdir() if not path.name.startswith("_")}
+    assert rooms == found - {"py.typed"}
 
 
 def test_import_caldera_imports_no_optional_library() -> None:
