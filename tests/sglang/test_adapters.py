@@ -85,9 +85,9 @@ def test_requests_in_flight_go_on_with_the_next(
     """Those that run, and those that wait for a place."""
     found: dict[int, Completion] = {}
     numbers = [rollout.add(each, None, found.__setitem__) for each in requests(6)]
-    flights = [rollout._flights[number] for number in numbers]
+    states = [rollout._requests[number] for number in numbers]
     with rollout.stepping():
-        while not any(flight.token_ids for flight in flights):
+        while not any(state.token_ids for state in states):
             rollout.step()
         change_adapter(model, rollout, 3)
         while rollout.has_work():

@@ -152,4 +152,4 @@ def test_one_of_two_is_killed(
 
 
 def sessions(rollout: EngineRollout) -> dict[str | None, int]:
-    return {flight.request.session: flight.replica for flight in rollout._in_engine.values()}
+    return {state.request.session: state.replica for state in rollout._in_engine.values()}

@@ -33,7 +33,6 @@ from caldera.rollout.base import (
     RolloutPart,
     StepwiseRollout,
 )
-from caldera.rollout.engines.flight import ENDS, Flight
 from caldera.rollout.engines.host.caldera_engine.base import Event, SteppedEngine
 from caldera.rollout.engines.options import (
     MEGABYTE,
@@ -44,6 +43,7 @@ from caldera.rollout.engines.options import (
     reseeded,
 )
 from caldera.rollout.engines.process import EngineDied, EngineProcess, EngineRanks, StickyRouter
+from caldera.rollout.engines.request_state import ENDS, RequestState
 from caldera.rollout.engines.weights import (
     AdapterFolders,
     AdapterShape,
@@ -106,15 +106,15 @@ class EngineRollout(StepwiseRollout):
         self._router = StickyRouter(len(engines))
         self._unproven: set[int] = set()  # engines with new weights that were not asked yet
         self._deaths = [0] * len(engines)  # in a row
-        self._awake, self._told_of_sleep = True, False
+        self._awake, self._warned_of_sleep = True, False
         self._numbers, self._engine_numbers = itertools.count(), itertools.count()
-        self._flights: dict[int, Flight] = {}
-        self._grounded: dict[int, Flight] = {}  # without an engine
-        self._in_engine: dict[int, Flight] = {}  # by the number that the engine knows
+        self._requests: dict[int, RequestState] = {}
+        self._waiting: dict[int, RequestState] = {}  # without an engine
+        self._in_engine: dict[int, RequestState] = {}  # by the number that the engine knows
         self._failures: dict[int, CalderaError] = {}
         self.restarts = 0
-        """How often an engine was started anew. Its requests went on, all that can: see
-        `Flight.land`."""
+        """How often an engine was restarted. Its requests continue in another, where they can: see
+        `RequestState.requeue`."""
 
     @property
     def pids(self) -> list[int]:
@@ -153,8 +153,8 @@ class EngineRollout(StepwiseRollout):
         self._awake = False
         if all(slept):
             self._weights.lose_all()
-        elif not self._told_of_sleep:
-            self._told_of_sleep = True
+        elif not self._warned_of_sleep:
+            self._warned_of_sleep = True
             logger.info("%s cannot sleep on a %s: it keeps its memory", self.name, self.device)
 
     def wake_up(self, part: RolloutPart | None = None) -> None:
@@ -233,7 +233,7 @@ class EngineRollout(StepwiseRollout):
             ) from error
         engine = self._process(place)
         had = [number for number, f in self._in_engine.items() if f.replica == place]
-        lost = self._ground(had)
+        lost = self._requeue(had)
         engine.start()
         self.restarts += 1
         self._weights.lose(place)
@@ -266,23 +266,23 @@ class EngineRollout(StepwiseRollout):
     ) -> int:
         self.check([request])
         number = next(self._numbers)
-        flight = Flight(number, request, on_token, on_finished)
-        self._flights[number] = self._grounded[number] = flight
+        state = RequestState(number, request, on_token, on_finished)
+        self._requests[number] = self._waiting[number] = state
         return number
 
     def abort(self, number: int) -> Completion | None:
-        flight = self._flights.pop(number, None)
-        if flight is None:
+        state = self._requests.pop(number, None)
+        if state is None:
             return None
-        self._leave(flight)
-        return flight.completion("abort", self.version)
+        self._leave(state)
+        return state.completion("abort", self.version)
 
     def take_failures(self) -> dict[int, CalderaError]:
         failures, self._failures = self._failures, {}
         return failures
 
     def has_work(self) -> bool:
-        return bool(self._flights or self._failures)
+        return bool(self._requests or self._failures)
 
     # ---- steps
 
@@ -294,18 +294,18 @@ class EngineRollout(StepwiseRollout):
             try:
                 self._withdraw()
             finally:
-                for flight in self._in_engine.values():
-                    self._router.release(flight.replica)
-                for kept in (self._flights, self._grounded, self._in_engine, self._failures):
+                for state in self._in_engine.values():
+                    self._router.release(state.replica)
+                for kept in (self._requests, self._waiting, self._in_engine, self._failures):
                     kept.clear()
             raise
 
     def step(self) -> None:
-        """Wait until an engine has told of tokens, and take them in."""
+        """Wait until an engine has reported tokens, and add them."""
         if not self._awake:
             raise RolloutError("the sampler sleeps: wake it up before generating")
         self._make_ready()
-        self._take_off()
+        self._send_waiting()
         for place in self._ready():
             try:
                 events = self._engines[place].step()
@@ -317,7 +317,7 @@ class EngineRollout(StepwiseRollout):
 
     def _ready(self) -> list[int]:
         """The engines that have events, or will have next."""
-        busy = sorted({flight.replica for flight in self._in_engine.values()})
+        busy = sorted({state.replica for state in self._in_engine.values()})
         if len(busy) <= 1:
             return busy
         links = {place: self._process(place) for place in busy}
@@ -326,91 +326,91 @@ class EngineRollout(StepwiseRollout):
         readable = wait([link.fileno() for link in links.values()])
         return [place for place, link in links.items() if link.fileno() in readable]
 
-    def _take_off(self) -> None:
-        """Give to the engines whatever waits."""
-        for flight in list(self._grounded.values()):
-            place = self._router.choose(flight.request.session)
+    def _send_waiting(self) -> None:
+        """Give all waiting requests to the engines."""
+        for state in list(self._waiting.values()):
+            place = self._router.choose(state.request.session)
             try:
-                self._send(flight, place)
+                self._send(state, place)
             except EngineDied as error:
                 self._revive(place, error)
                 return  # the next step brings the weights first
             except ValueError as error:  # of this request: the others go on
-                self._fail(flight, str(error))
-            self._grounded.pop(flight.number, None)
+                self._fail(state, str(error))
+            self._waiting.pop(state.number, None)
 
-    def _send(self, flight: Flight, place: int) -> None:
+    def _send(self, state: RequestState, place: int) -> None:
         number = next(self._engine_numbers)
-        flight.take_off(place, number)
-        self._in_engine[number] = flight
-        request = flight.request
-        left = request.params.max_tokens - len(flight.token_ids)
+        state.assign(place, number)
+        self._in_engine[number] = state
+        request = state.request
+        left = request.params.max_tokens - len(state.token_ids)
         message = params_as_message(request.params, left)
-        message["prompt_logprobs"] = flight.lacks_prompt_log_probs
-        prompt = [*request.prompt_ids, *flight.token_ids]
-        self._engines[place].add(number, prompt, message, flight.seed)
+        message["prompt_logprobs"] = state.lacks_prompt_log_probs
+        prompt = [*request.prompt_ids, *state.token_ids]
+        self._engines[place].add(number, prompt, message, state.seed)
 
     def _take_in(self, event: Event) -> None:
-        flight = self._in_engine.get(event.number)
-        if flight is None:  # aborted meanwhile
+        state = self._in_engine.get(event.number)
+        if state is None:  # aborted meanwhile
             return
         if event.error is not None or event.finish_reason not in ENDS:
-            self._fail(flight, event.error or f"it was ended with {event.finish_reason!r}")
+            self._fail(state, event.error or f"it was ended with {event.finish_reason!r}")
             return
-        reason = flight.take(event, self.decode)
+        reason = state.take(event, self.decode)
         if reason is None:
             return
-        del self._flights[flight.number]
-        self._leave(flight, tell=event.finish_reason is None)
-        self._deaths[flight.replica] = 0
-        if flight.on_finished is not None:
-            flight.on_finished(flight.number, flight.completion(reason, self.version))
+        del self._requests[state.number]
+        self._leave(state, tell=event.finish_reason is None)
+        self._deaths[state.replica] = 0
+        if state.on_finished is not None:
+            state.on_finished(state.number, state.completion(reason, self.version))
 
-    def _fail(self, flight: Flight, why: str) -> None:
+    def _fail(self, state: RequestState, why: str) -> None:
         """The engine does not go on with it; the others do."""
-        del self._flights[flight.number], self._in_engine[flight.engine_number]
-        self._router.release(flight.replica)
-        self._failures[flight.number] = RolloutError(f"{self.name} refuses a request: {why}")
+        del self._requests[state.number], self._in_engine[state.engine_number]
+        self._router.release(state.replica)
+        self._failures[state.number] = RolloutError(f"{self.name} refuses a request: {why}")
 
-    def _leave(self, flight: Flight, tell: bool = True) -> None:
-        """The flight ends; `tell` the engine, which goes on with it otherwise."""
-        if self._grounded.pop(flight.number, None) is not None:
+    def _leave(self, state: RequestState, tell: bool = True) -> None:
+        """The request ends; `tell` the engine, which would continue it otherwise."""
+        if self._waiting.pop(state.number, None) is not None:
             return
-        del self._in_engine[flight.engine_number]
-        self._router.release(flight.replica)
+        del self._in_engine[state.engine_number]
+        self._router.release(state.replica)
         if not tell:
             return
         try:
-            self._engines[flight.replica].abort(flight.engine_number)
+            self._engines[state.replica].abort(state.engine_number)
         except EngineDied:
             return  # the next step finds out, and starts it anew
 
     def _withdraw(self) -> None:
         """Take every request back from the engines; each goes on from where it is."""
-        for number, flight in list(self._in_engine.items()):
-            if number not in self._in_engine:  # its engine died, and all of that have landed
+        for number, state in list(self._in_engine.items()):
+            if number not in self._in_engine:  # its engine died: all of its requests are requeued
                 continue
             try:
-                self._engines[flight.replica].abort(number)
+                self._engines[state.replica].abort(number)
             except EngineDied as error:
-                self._revive(flight.replica, error)
-            self._ground([number])
+                self._revive(state.replica, error)
+            self._requeue([number])
 
-    def _ground(self, numbers: list[int]) -> int:
+    def _requeue(self, numbers: list[int]) -> int:
         """No engine has them any more; returns how many of them cannot go on."""
         lost = 0
         for number in numbers:
-            flight = self._in_engine.pop(number, None)
-            if flight is not None:
-                self._router.release(flight.replica)
+            state = self._in_engine.pop(number, None)
+            if state is not None:
+                self._router.release(state.replica)
                 try:
-                    flight.land()
+                    state.requeue()
                 except RolloutError as error:  # the others go on
                     lost += 1
-                    self._failures[flight.number] = error
-                    self._flights.pop(flight.number, None)
+                    self._failures[state.number] = error
+                    self._requests.pop(state.number, None)
                 else:
-                    self._grounded[flight.number] = flight
+                    self._waiting[state.number] = state
         return lost
 
 

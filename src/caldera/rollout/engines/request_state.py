@@ -1,4 +1,4 @@
-"""A request on its way, and what was sampled for it by now."""
+"""The state of a request: the engine that has it, and its tokens so far."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDS: dict[str | None, FinishReason | None] = {None: None, "stop": "stop", "leng
 """An engine's finish reasons: of a request that goes on, or has ended well."""
 
 
-class Flight:
+class RequestState:
     """Goes on in another engine, or with other weights, from the tokens that it has."""
 
     def __init__(
@@ -54,13 +54,13 @@ class Flight:
         seed, known = self.request.seed, len(self.token_ids)
         return derive_seed(seed, "on", known) if known else seed
 
-    def take_off(self, replica: int, engine_number: int) -> None:
-        """An engine has it, under a number of the engine's."""
+    def assign(self, replica: int, engine_number: int) -> None:
+        """An engine has it, under the engine's number."""
         self.replica, self.engine_number = replica, engine_number
 
-    def land(self) -> None:
-        """No engine has it. What was sampled is a part of the prompt when it goes on, which is the
-        same to all but penalties that count what was sampled: those make it begin anew."""
+    def requeue(self) -> None:
+        """No engine has it. Its tokens become part of the prompt when it continues, which changes
+        nothing but penalties that count sampled tokens: with those it starts again."""
         params = self.request.params
         self.replica = self.engine_number = NOWHERE
         if not self.token_ids or not (params.presence_penalty or params.frequency_penalty):
@@ -68,12 +68,12 @@ class Flight:
         if self.on_token is not None:
             raise RolloutError(
                 "a request with presence_penalty or frequency_penalty was interrupted after its "
-                "first tokens were told: it cannot go on"
+                "first tokens were streamed: it cannot continue"
             )
         self._forget()
 
     def take(self, event: Event, decode: Decode | None) -> FinishReason | None:
-        """Take in tokens; returns why the request ends, if it does."""
+        """Add tokens; returns why the request ends, if it does."""
         params = self.request.params
         if event.prompt_log_probs is not None and self.lacks_prompt_log_probs:
             # it may have gone on, with sampled tokens behind the prompt
