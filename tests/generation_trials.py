@@ -220,7 +220,7 @@ def assert_goes_on(lab: Any, folder: Path, overrides: list[str]) -> None:
     done = lab.run(["generate", *overrides], "caldera.cli")
     assert done.returncode == 0, done.stderr
     told = " ".join((done.stdout + done.stderr).split())
-    assert f"2 of {ROWS} prompts have answers" in told and "ETA" in told
+    assert f"2 of {ROWS} prompts have responses" in told and "ETA" in told
     assert_whole(folder / "out.parquet", folder / "in.parquet")
     assert responses(folder / "out.parquet")[:2] == first
 

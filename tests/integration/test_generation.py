@@ -87,7 +87,7 @@ def test_a_killed_run_goes_on_to_the_same_file(lab: Any, reference: Path, tmp_pa
 
     done = run(lab, "generate", *given)
     assert done.returncode == 0, done.stderr
-    assert "5 of 25 prompts have answers" in " ".join((done.stdout + done.stderr).split())
+    assert "5 of 25 prompts have responses" in " ".join((done.stdout + done.stderr).split())
     assert "ETA" in done.stdout
     assert output.read_bytes() == whole.read_bytes()
     assert responses(output) == responses(reference)  # which has batches of four

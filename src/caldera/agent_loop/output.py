@@ -130,8 +130,8 @@ class Timeline:
     """The events of one trajectory, in the order in which they ended."""
 
     def __init__(self, zero: float, is_detailed: bool = False) -> None:
-        """`zero` is the moment, of `time.perf_counter`, from which seconds are counted. Whoever
-        writes events adds `DETAIL` to them if they are to be detailed."""
+        """`zero` is the moment, of `time.perf_counter`, from which seconds are counted.
+        Callers add `DETAIL` to events that are to be detailed."""
         self._zero = zero
         self.is_detailed = is_detailed
         self.events: list[dict[str, Any]] = []

@@ -52,7 +52,7 @@ def show(results: Results) -> None:
     """Print a table a data source."""
     for source, result in results.items():
         failed = f", {result.failed} could not be scored" if result.failed else ""
-        title = f"{source}: {result.prompts} prompts, {result.answers} answers{failed}"
+        title = f"{source}: {result.prompts} prompts, {result.answers} responses{failed}"
         CONSOLE.print(title, highlight=False, soft_wrap=True)
         table = Table("measure", "value", "95 % interval")
         for name, found in result.measures.items():
@@ -114,9 +114,9 @@ def write_page(
 
 def _count(failing: int, most: int) -> str:
     if not failing:
-        return "Every answer passes."
+        return "Every response passes."
     shown = "all of them" if failing <= most else f"the first {most:,} of them"
-    return f"{failing:,} answers do not pass; {shown} are here."
+    return f"{failing:,} responses do not pass; {shown} are here."
 
 
 def _table(source: str, result: SourceResult) -> str:
@@ -124,7 +124,7 @@ def _table(source: str, result: SourceResult) -> str:
         (name, f"{found.value:.4f}", f"{found.low:.4f} to {found.high:.4f}")
         for name, found in result.measures.items()
     ]
-    note = f"{result.prompts:,} prompts, {result.answers:,} answers"
+    note = f"{result.prompts:,} prompts, {result.answers:,} responses"
     if result.failed:
         note += f"; {result.failed:,} could not be scored and count as 0"
     if result.comparison is not None:
@@ -144,7 +144,7 @@ def _answer(question: Question, index: int) -> str:
     outcome = question.outcomes[index]
     verdict = f"score {outcome.score:g}" if outcome.state == VALUE else outcome.state
     error = f"<p class='truth'>{escape(outcome.error)}</p>" if outcome.error else ""
-    which = f"row {question.row}, answer {index} · {question.data_source}"
+    which = f"row {question.row}, response {index} · {question.data_source}"
     return (
         f"<article class='sample'><pre class='prompt'>{escape(question.prompt)}</pre>"
         f"<p class='truth'>expected <code>{escape(str(question.ground_truth))}</code></p>"
@@ -225,7 +225,7 @@ def _question(number: int, row: Row, config: EvaluationDataConfig, where: str) -
     if not isinstance(answers, list | np.ndarray) or not len(answers):
         raise DataError(
             f"{where}: the column {config.response_key!r} (data.response_key) must hold a list of "
-            f"answers, got {given!r}"
+            f"responses, got {given!r}"
         )
     truth = row[config.reward_model_key]
     if not isinstance(truth, Mapping) or "ground_truth" not in truth:
@@ -260,9 +260,9 @@ def score_all(questions: Sequence[Question], scoring: Scoring, title: str) -> No
                 "solution_str": answer,
                 "ground_truth": question.ground_truth,
             }
-            future = scoring.submit(arguments, f"row {question.row}, answer {index}")
+            future = scoring.submit(arguments, f"row {question.row}, response {index}")
             places[future] = question, index
-    with TrainingProgress(len(places), description=title, unit="answer") as progress:
+    with TrainingProgress(len(places), description=title, unit="response") as progress:
         for done, future in enumerate(as_completed(places), start=1):
             question, index = places[future]
             question.outcomes[index] = _outcome(future)
@@ -283,7 +283,7 @@ def evaluate(config: EvaluationConfig, scoring: Scoring) -> Results:
     """Score, show and write what is found; returns it."""
     data, options = config.data, config.evaluation
     if not data.path:
-        raise ConfigError("data.path is missing: the parquet file with the answers")
+        raise ConfigError("data.path is missing: the parquet file with the responses")
     questions = read_questions(data.path, data, "data.path")
     score_all(questions, scoring, "Scoring")
     _warn_of_formats(questions, config)

@@ -66,7 +66,7 @@ def read_questions(config: GenerationDataConfig) -> Questions:
     rows = read_rows(given, key="data.path", required={config.prompt_key: "data.prompt_key"})
     if RESPONSES in rows.rows[0]:
         raise DataError(
-            f"data.path={given!r} has a column {RESPONSES!r} already, which the answers would "
+            f"data.path={given!r} has a column {RESPONSES!r} already, which the responses would "
             "replace: rename it or leave it out"
         )
     prompts = [
@@ -140,7 +140,7 @@ class Parts:
 
     def write(self, batch: range, answers: Sequence[Sequence[str]]) -> None:
         """Keep the answers to the prompts of a batch."""
-        assert len(answers) == len(batch), "a list of answers for each prompt"
+        assert len(answers) == len(batch), "a list of responses for each prompt"
         rows = [{RESPONSES: list(texts)} for texts in answers]
         _write_table(pyarrow.Table.from_pylist(rows, ANSWERS), self._file(batch))
 
@@ -162,7 +162,7 @@ class Parts:
                 for key in differing
             )
             raise ConfigError(
-                f"data.output_path={str(self.output)!r}: {self.folder} has the answers of an "
+                f"data.output_path={str(self.output)!r}: {self.folder} has the responses of an "
                 f"unfinished run that was another: {told}. Set back what differs to go on with "
                 "it, take another data.output_path, or remove the folder to begin anew"
             )
@@ -237,7 +237,9 @@ def write_answers(config: GenerationConfig, make_groups: MakeGroups | None = Non
         _sample_missing(config, questions, parts, make_groups)
         parts.join(questions.table)
         write_bundle(output.with_name(f"{output.name}.bundle"), config, "data.output_path")
-    logger.info("written: %s, %d prompts with %d answers each", output, rows, config.data.n_samples)
+    logger.info(
+        "written: %s, %d prompts with %d responses each", output, rows, config.data.n_samples
+    )
 
 
 def _output(config: GenerationConfig) -> Path:
@@ -251,7 +253,7 @@ def _sample_missing(
     missing, rows = parts.missing(), len(questions.prompts)
     done = rows - sum(map(len, missing))
     if done:
-        logger.info("going on with %s: %d of %d prompts have answers", parts.folder, done, rows)
+        logger.info("going on with %s: %d of %d prompts have responses", parts.folder, done, rows)
     if not missing:
         return
     progress = TrainingProgress(rows, done, "Generating", unit="prompt")

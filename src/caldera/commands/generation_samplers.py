@@ -117,7 +117,7 @@ def _tokenize(
 # ---- Answers from an OpenAI-compatible server: POST /v1/chat/completions, many requests at a time
 
 FAILURE = (
-    "no answers to row {row} in {{attempts}} attempts: {{error}}. "
+    "no response to row {row} in {{attempts}} attempts: {{error}}. "
     "What is finished is kept: the same command goes on with it"
 )
 
@@ -193,12 +193,12 @@ class ServerAnswers:
             texts = [text.encode("utf-8", "replace").decode() for text in texts]
         except (AttributeError, LookupError, TypeError) as error:
             raise RolloutError(
-                f"{self._client.told}: the answer to row {row} has no choices with a message: "
+                f"{self._client.told}: the response to row {row} has no choices with a message: "
                 f"{answered!r:.500}"
             ) from error
         if len(texts) != wanted:
             raise RolloutError(
-                f"{self._client.told} gave {len(texts)} answers to row {row}, "
+                f"{self._client.told} gave {len(texts)} responses to row {row}, "
                 f"data.n_samples={wanted} were asked for (n)"
             )
         return texts

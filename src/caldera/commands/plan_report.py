@@ -34,7 +34,7 @@ def _show_batches(plan: Plan) -> None:
         samplers = f"{_count(step.ranks // together, 'group')} of {together} ranks"
     print_line("One step")
     print_line(
-        f"  {step.prompts:,} prompts x {step.n} answers = {step.samples:,} samples; "
+        f"  {step.prompts:,} prompts x {step.n} responses = {step.samples:,} samples; "
         f"{plan.sampler.samples:,} are sampled by each of {samplers}"
     )
     print_line(f"  log-probs: {_cut_in_words(step.log_prob)}")

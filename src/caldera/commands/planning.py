@@ -67,7 +67,7 @@ class StepBatches:
     n: int
     ranks: int
     copies: int
-    """Copies of the actor's model, among which samples are dealt."""
+    """Copies of the actor's model, over which samples are balanced."""
     mini_batches: int
     epochs: int
     log_prob: Cut

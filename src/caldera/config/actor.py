@@ -65,7 +65,7 @@ class ActorConfig(ConfigGroup):
     ppo_mini_batch_size: int = option(256, minimum=1, unit="prompts")
     """Prompts per optimiser step; each brings rollout.n samples."""
     ppo_micro_batch_size: int | None = option(None, minimum=1, unit="samples")
-    """Deprecated: samples per pass over all devices; ppo_micro_batch_size_per_gpu says it now."""
+    """Deprecated: samples per pass over all devices; replaced by ppo_micro_batch_size_per_gpu."""
     ppo_micro_batch_size_per_gpu: int | None = option(None, minimum=1, unit="samples")
     """Samples per forward and backward pass on one device."""
     use_dynamic_bsz: bool = False
@@ -128,7 +128,7 @@ class ActorConfig(ConfigGroup):
     entropy_from_logits_with_chunking: bool = refused(False, COMPUTED_HEAD, met=(True,))
     entropy_checkpointing: bool = refused(False, COMPUTED_HEAD, met=(True,))
     state_masking: bool = False
-    """With do_search, true says what always holds: passages that a search brought are not trained
+    """With do_search, true is what always holds: passages that a search brought are not trained
     on."""
     load_weight: bool = refused(True, WEIGHTS_ARE_READ)
     checkpoint: CheckpointConfig = nested(CheckpointConfig)

@@ -33,7 +33,7 @@ class CriticConfig(ConfigGroup):
     )
     """Prompts per optimiser step."""
     ppo_micro_batch_size: int | None = option(None, minimum=1, unit="samples")
-    """Deprecated: samples per pass over all devices; ppo_micro_batch_size_per_gpu says it now."""
+    """Deprecated: samples per pass over all devices; replaced by ppo_micro_batch_size_per_gpu."""
     ppo_micro_batch_size_per_gpu: int | None = option(None, minimum=1, unit="samples")
     """Samples per forward and backward pass on one device."""
     use_dynamic_bsz: bool = II("actor_rollout_ref.actor.use_dynamic_bsz")

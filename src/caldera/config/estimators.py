@@ -69,8 +69,8 @@ ESTIMATOR_NEEDS: dict[str, frozenset[str]] = {
     AdvantageEstimator.OPTIMAL_TOKEN_BASELINE: frozenset({GROUPS, SUM_PI_SQUARED}),
     AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE: frozenset({GROUPS, SUM_PI_SQUARED}),
 }
-"""What each of them needs. Registration adds those of custom estimators, so that whoever asks,
-asks here; one that is not here is not loaded yet."""
+"""What each of them needs. Registration adds those of custom estimators; one that
+is not here is not loaded yet."""
 
 
 def declare_needs(name: str, needs: Collection[str]) -> None:

@@ -111,7 +111,7 @@ LATER_REASONS = {
     "distillation": "distillation from a teacher is not part of this release",
     "reward.reward_model": NO_SERVER_OPTION,
     "ray_kwargs": NO_TRANSFER,
-    "skip": "answers are sampled anew",
+    "skip": "responses are sampled anew",
     "trainer.use_v1": "there is one trainer; leave the key out",
     "trainer.v1": "asynchronous training is not part of this release",
     "transfer_queue": NO_TRANSFER,

@@ -127,8 +127,8 @@ def check_generation(config: GenerationConfig) -> None:
     rollout = config.rollout
     if rollout.temperature == 0 and config.data.n_samples != 1:
         raise ConfigError(
-            f"data.n_samples={config.data.n_samples}: with rollout.temperature=0 all answers to a "
-            "prompt are the same; takes data.n_samples=1, or a rollout.temperature above 0"
+            f"data.n_samples={config.data.n_samples}: with rollout.temperature=0 all responses to "
+            "a prompt are the same; takes data.n_samples=1, or a rollout.temperature above 0"
         )
     check_untrained(rollout, rollout.traits)
     check_sampling_devices(rollout, config.trainer.n_gpus_per_node, config.trainer.nnodes, GROUP)
@@ -239,7 +239,7 @@ class EvaluationRunConfig:
     """A response passes with this score or more, by `acc` where the scorer returns it."""
     output_dir: str | None = None
     """Folder for NAME.evaluation.json and NAME.evaluation.html; null: that of data.path."""
-    shown_answers: int = option(200, minimum=0, unit="answers")
+    shown_answers: int = option(200, minimum=0, unit="responses")
     """Failing responses on the page."""
 
 

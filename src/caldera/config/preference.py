@@ -123,14 +123,14 @@ def _check_tokens(config: SFTTrainerConfig) -> None:
         shared = f" x {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
             f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}{shared} tokens cannot hold "
-            f"the answers of a pair, up to data.max_length={data.max_length} tokens each; takes "
+            f"the responses of a pair, up to data.max_length={data.max_length} tokens each; takes "
             f"at least {-(-2 * data.max_length // ranks)}"
         )
 
 
 def _check_dpo(dpo: DPOConfig) -> None:
     if dpo.beta == 0:
-        raise ConfigError("dpo.beta=0.0: must be more than 0, else no answer has a reward")
+        raise ConfigError("dpo.beta=0.0: must be more than 0, else no response has a reward")
     if dpo.label_smoothing and dpo.loss_type != "sigmoid":
         raise ConfigError(
             f"dpo.label_smoothing={dpo.label_smoothing}: dpo.loss_type={dpo.loss_type!r} takes 0; "

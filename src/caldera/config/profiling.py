@@ -153,7 +153,7 @@ def check_profilers(whole: GlobalProfilerConfig, roles: Mapping[str, ProfilerCon
         )
     for key, role in enabled.items():
         if not whole.steps:
-            raise ConfigError(f"{key}.enable=True: global_profiler.steps says no step")
+            raise ConfigError(f"{key}.enable=True: global_profiler.steps names no step")
         if role.tool is None:
             known = ", ".join(TOOLS)
             raise ConfigError(f"{key}.enable=True: global_profiler.tool is null; takes {known}")

@@ -91,7 +91,7 @@ class RewardRolloutConfig(BatchingKeys):
     """Score through a server: `native` is one of this run's own, a whole model on each rank;
     `vllm` (POST /classify) and `sglang` (POST /v1/embeddings) are found at `url`; null: none."""
     url: Any = None
-    """Address of the server, or a list of several, among which requests are dealt."""
+    """Address of the server, or a list of several, over which requests are balanced."""
     dtype: str | None = precision(None)
     """Precision of a language model; null: bfloat16 on a GPU, float32 on a CPU. A classifier has
     that precision always."""
@@ -157,7 +157,7 @@ class RewardModelConfig(ConfigGroup):
     RewardModelWorker, as my.module.MyWorker or path/to/file.py:MyWorker; null: that one."""
     model: RewardModelModelConfig = nested(RewardModelModelConfig)
     micro_batch_size: int | None = option(None, minimum=1, unit="samples")
-    """Deprecated: samples per pass over all devices; micro_batch_size_per_gpu says it now."""
+    """Deprecated: samples per pass over all devices; replaced by micro_batch_size_per_gpu."""
     micro_batch_size_per_gpu: int | None = option(None, minimum=1, unit="samples")
     """Samples per forward pass on one device."""
     max_length: int | None = option(None, minimum=1, unit="tokens")
@@ -182,7 +182,7 @@ class RewardModelConfig(ConfigGroup):
     launch_reward_fn_async: bool = refused(False, SCORED_WHILE_SAMPLING, met=(True,))
     use_reward_loop: bool = refused(True, SCORED_WHILE_SAMPLING, met=(False,))
     num_workers: int | None = option(None, minimum=1, unit="threads or processes")
-    """reward.num_workers says it now."""
+    """Replaced by reward.num_workers."""
     sandbox_fusion: SandboxFusionConfig = nested(SandboxFusionConfig)
     profiler: ProfilerConfig = nested(ProfilerConfig)
     rollout: RewardRolloutConfig = nested(RewardRolloutConfig)

@@ -87,7 +87,7 @@ class MultiTurnConfig:
     turn_rewards: str = option("trajectory", choices=("trajectory", "turn", "mixed"))
     """Reward: the scorer's on the last token; what tools and interactions gave each turn, on that
     turn's last token; or both."""
-    num_repeat_rollouts: int | None = refused(None, "rollout.n says how many answers a prompt has")
+    num_repeat_rollouts: int | None = refused(None, "rollout.n is the number of responses a prompt")
 
 
 @dataclass
@@ -209,13 +209,13 @@ class RolloutConfig(StopKeys, PenaltyKeys, SamplerKeys):
         II("actor_rollout_ref.actor.ppo_max_token_len_per_gpu"), minimum=1, unit="tokens"
     )
     """Tokens per micro-batch then."""
-    over_sample_rate: float = refused(0, "every answer is waited for")
+    over_sample_rate: float = refused(0, "every response is waited for")
     multi_stage_wake_up: bool = False
     """vLLM and SGLang on CUDA: take memory for the cache only after the weights have come."""
     layered_summon: bool = refused(False, "weights go over one tensor at a time anyway")
-    skip_rollout: bool = refused(False, "answers are sampled anew")
+    skip_rollout: bool = refused(False, "responses are sampled anew")
     skip_dump_dir: str = refused(
-        "/tmp/rollout_dump", "answers are sampled anew", met=("~/.verl/rollout_dump",)
+        "/tmp/rollout_dump", "responses are sampled anew", met=("~/.verl/rollout_dump",)
     )
     skip_tokenizer_init: bool = refused(True, "engines get tokens and give tokens")
     enable_rollout_routing_replay: bool = refused(False, NO_ROUTER_REPLAY)

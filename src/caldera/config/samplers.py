@@ -284,7 +284,7 @@ def check_parameters(
 
 
 def check_stops(keys: StopKeys, ignore_eos: bool, group: str) -> None:
-    """Stop strings have characters, and stop tokens are tokens that can end an answer."""
+    """Stop strings have characters, and stop tokens are tokens that can end a response."""
     if keys.stop is not None and "" in keys.stop:
         raise ConfigError(f"{group}.stop={keys.stop!r}: takes strings that are not empty")
     tokens = keys.stop_token_ids
@@ -292,8 +292,8 @@ def check_stops(keys: StopKeys, ignore_eos: bool, group: str) -> None:
         raise ConfigError(f"{group}.stop_token_ids={tokens}: takes tokens, which are 0 or more")
     if tokens and ignore_eos:
         raise ConfigError(
-            f"{group}.stop_token_ids={tokens} with {group}.ignore_eos=True: no token ends an "
-            "answer then; set one alone"
+            f"{group}.stop_token_ids={tokens} with {group}.ignore_eos=True: no token ends a "
+            "response then; set one alone"
         )
 
 

@@ -45,7 +45,7 @@ EACH_EPOCH = "after_each_epoch"
 @dataclass
 class MultiTurnDataConfig(ConfigGroup):
     enable: bool = False
-    """Rows hold whole conversations instead of a prompt and an answer."""
+    """Rows hold whole conversations instead of a prompt and a response."""
     messages_key: str = "messages"
     """Column with the messages."""
     tools_key: str = "tools"

@@ -31,11 +31,11 @@ class TrainerConfig(ConfigGroup):
     wandb_proxy: str | None = None
     """Proxy through which the logger wandb reaches its server; null: none."""
     log_val_generations: int = option(0, minimum=0, unit="samples")
-    """Validation answers that every logger shows at each validation, if it can as a table."""
+    """Validation responses that every logger shows at each validation, if it can as a table."""
     rollout_data_dir: str | None = None
-    """Folder for every training answer, one JSON-lines file a step; null: not kept."""
+    """Folder for every training response, one JSON-lines file a step; null: not kept."""
     validation_data_dir: str | None = None
-    """Folder for every validation answer; null: not kept."""
+    """Folder for every validation response; null: not kept."""
     nnodes: int = option(1, minimum=1, unit="nodes")
     """Machines of the run; more than one needs Ray."""
     n_gpus_per_node: int | None = option(None, minimum=1, unit="devices")

@@ -155,7 +155,7 @@ def _check_followers(config: PPOTrainerConfig) -> None:
     for key, value in copies.items():
         if value != n:
             raise ConfigError(
-                f"{key}={value} and actor_rollout_ref.rollout.n={n} are both answers per prompt: "
+                f"{key}={value} and actor_rollout_ref.rollout.n={n} are both responses per prompt: "
                 "set the second alone"
             )
 
@@ -184,7 +184,7 @@ def _check_algorithm(config: PPOTrainerConfig) -> None:
         )
     if groups.enable and config.actor_rollout_ref.rollout.n < 2:
         raise ConfigError(
-            "algorithm.filter_groups.enable=True compares the answers to a prompt: it needs "
+            "algorithm.filter_groups.enable=True compares the responses to a prompt: it needs "
             f"actor_rollout_ref.rollout.n of at least 2, got {config.actor_rollout_ref.rollout.n}"
         )
     if config.data.gen_batch_size is not None and not groups.enable:
@@ -245,8 +245,8 @@ def _check_data(config: PPOTrainerConfig) -> None:
         )
     if sampler.class_path is not None and data.dataloader_num_workers > 0:
         raise ConfigError(
-            f"data.dataloader_num_workers={data.dataloader_num_workers}: a sampler of one's own "
-            "(data.sampler.class_path) needs 0, so that it hears of a batch before the next"
+            f"data.dataloader_num_workers={data.dataloader_num_workers}: a custom sampler "
+            "(data.sampler.class_path) needs 0, so that it sees each batch before the next"
         )
 
 

@@ -156,7 +156,7 @@ def build_reward_model(
         )
     if model.config.num_labels != 1:
         raise ConfigError(
-            f"{key}.path={config.path!r} tells {model.config.num_labels} labels apart: a reward "
+            f"{key}.path={config.path!r} has {model.config.num_labels} labels: a reward "
             "model has one"
         )
     _scoring_head(model, config, key).float()  # in bfloat16 a score would have three digits

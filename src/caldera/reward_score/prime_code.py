@@ -1,6 +1,6 @@
 """Code problems: the program in the answer passes the problem's tests.
 
-Programs run in a sandbox, which is not this package's: whoever scores hands over its `run_tests`.
+Programs run in a sandbox, which is not this package's: the caller passes its `run_tests`.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def default_compute_score(
     if reads_truth(scorer) and _is_null(ground_truth):
         raise DataError(
             f"reward_model.ground_truth={ground_truth}: the scorer of the data source "
-            f"{data_source!r} needs a ground truth; drop such rows, or score them with a function "
-            "of your own (custom_reward_function.path)"
+            f"{data_source!r} needs a ground truth; drop such rows, or score them with a custom "
+            "function (custom_reward_function.path)"
         )
     if "run_tests" in inspect.signature(scorer).parameters:
         kwargs["run_tests"] = run_tests

@@ -189,7 +189,7 @@ RETRIED_STATUSES = (429, 500, 502, 503, 504)
 UNKNOWN_PATH_STATUSES = (404, 405)
 RUNS_ONLY = (
     "%s only runs programs: asserts run there in the process of the program that they test, so "
-    "that an answer can forge a pass. `caldera sandbox serve` judges them outside, as this "
+    "that a response can forge a pass. `caldera sandbox serve` judges them outside, as this "
     "machine's own sandbox does (reward_model.sandbox_fusion.url=null)"
 )
 

@@ -116,7 +116,7 @@ class Jobs:
     async def events(self, job: Job) -> AsyncGenerator[bytes, None]:
         """The events of a stream; an error that comes up after the first is one, too.
 
-        Whoever asks for the first counts what becomes of the request until that is there.
+        The caller that asks for the first event counts the request's outcome until then.
         """
         status, has_begun = 0, False
         try:

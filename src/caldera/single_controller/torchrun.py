@@ -225,7 +225,7 @@ def _end_soon(signal_number: int, frame: object) -> None:
 
 
 def _death_of(rank: int, method: str) -> RankFailure:
-    return RankFailure(rank, method, "its process is gone; torchrun tells how it ended")
+    return RankFailure(rank, method, "its process is gone; torchrun reports how it ended")
 
 
 # ---- meeting, and messages

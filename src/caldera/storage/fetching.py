@@ -29,7 +29,7 @@ from caldera.storage.store import Store, StoredFile, Transfer, reason_of, retrie
 logger = logging.getLogger(__name__)
 
 
-# ---- How far a transfer is, told to whoever waits; and trying again what a store may have dropped
+# ---- Progress of a transfer, for those that wait; retries of what a store may have dropped
 
 
 DELAYS = (0.5, 2.0)

@@ -68,8 +68,8 @@ def check_name(name: str, where: str) -> str:
 
     Anything else is a PermissionError, which no further attempt would mend; `where` says who sent
     the name. Names are also read as if they were quoted, as often as there is anything to unquote,
-    and with look-alikes of dots and slashes taken for what they look like: whoever reads them next
-    may do so.
+    and with look-alikes of dots and slashes taken for what they look like: the next reader may
+    do so.
     """
     read = name
     while True:

@@ -390,7 +390,7 @@ class Store:
         return system, f"{path.rstrip('/')}/{name}" if name else path
 
     def _listed(self, root: str, found: dict[str, dict[str, Any]]) -> list[StoredFile]:
-        """The store's listing below a path. Whoever runs the store may be anyone, and the
+        """The store's listing below a path. The store may be run by anyone, and the
         names become paths of this machine: every listing goes through here."""
         files = []
         for path, info in found.items():

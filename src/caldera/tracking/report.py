@@ -329,7 +329,7 @@ def _figure(
 def _answers(answers: ValidationAnswers | None) -> str:
     if answers is None:
         return _note(
-            "This run kept no validation answers. Set trainer.validation_data_dir to keep them."
+            "This run kept no validation responses. Set trainer.validation_data_dir to keep them."
         )
     if answers.first_step == answers.last_step:
         return _note(
@@ -345,9 +345,9 @@ def _answers(answers: ValidationAnswers | None) -> str:
     same = len(answers.pairs) - better - worse
     shown = _most_changed(answers.pairs)
     summary = (
-        f"Of {len(answers.pairs):,} answers, {better:,} scored higher at step {answers.last_step} "
-        f"than at step {answers.first_step}, {worse:,} lower and {same:,} the same. "
-        f"Shown: {len(shown):,} prompts, beginning with those whose score changed."
+        f"Of {len(answers.pairs):,} responses, {better:,} scored higher at step "
+        f"{answers.last_step} than at step {answers.first_step}, {worse:,} lower and {same:,} the "
+        f"same. Shown: {len(shown):,} prompts, beginning with those whose score changed."
     )
     return "\n".join([_note(summary), *(_pair(pair, answers) for pair in shown)])
 
@@ -373,7 +373,7 @@ def _answer(heading: str, answer: Answer) -> str:
     sign = {True: "✓ ", False: "✗ ", None: ""}[answer.correct]
     kind = {True: "good", False: "bad", None: "unknown"}[answer.correct]
     score = "no score" if answer.score is None else f"{answer.score:.4g}"
-    text = escape(answer.text.strip()) or "<em>empty answer</em>"
+    text = escape(answer.text.strip()) or "<em>empty response</em>"
     return (
         f'<div class="answer {kind}"><p class="who">{escape(heading)}'
         f'<span class="mark">{sign}{score}</span></p><pre>{text}</pre></div>'

@@ -312,7 +312,7 @@ class CheckpointFolder:
             return folder
         if must_exist:
             raise CheckpointError(
-                f"{tracker} says {text!r}, but there is no folder {folder}; "
+                f"{tracker} contains {text!r}, but there is no folder {folder}; "
                 "trainer.resume_mode=disable starts anew"
             )
         return None

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: size and checksum of each of its files, written when all are there.
 
-It finds damage, such as a flipped bit or a file that was cut off. It is no signature: whoever can
-change the files can change it too.
+It finds damage, such as a flipped bit or a file that was cut off. It is no signature: anyone who
+can change the files can change it too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def verify(folder: Path, role: str | None = None) -> None:
     """Complain of the first files of a `global_step_N`, or of a role in it, that are damaged."""
     if not (folder / MANIFEST).is_file():
         logger.warning(
-            "%s has no %s: whether its files are damaged cannot be told", folder, MANIFEST
+            "%s has no %s: whether its files are damaged cannot be checked", folder, MANIFEST
         )
         return
     files = _read(folder / MANIFEST)

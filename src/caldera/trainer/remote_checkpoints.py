@@ -139,7 +139,7 @@ class RemoteCheckpoints:
             return None
         step = read_step(text.strip())
         if step is None:  # as it may be for a moment while it is written
-            raise OSError(f"{TRACKER} says {text[:100]!r}, which is no step")
+            raise OSError(f"{TRACKER} contains {text[:100]!r}, which is no step")
         return step
 
     def _prune_or_tell(self, newest: int) -> None:

@@ -124,7 +124,7 @@ def test_the_command_tells_and_returns_whether_it_fits(
     assert main(["plan", "--device", device, *keys]) == status
     out = " ".join(capsys.readouterr().out.split())
     assert told in out
-    assert "64 prompts x 8 answers = 512 samples" in out
+    assert "64 prompts x 8 responses = 512 samples" in out
     assert "4 mini-batches of 128 samples x 1 epoch = 4 optimiser steps" in out
 
 

@@ -164,5 +164,5 @@ def test_samples_are_shared_by_the_devices(load: Load) -> None:
 @pytest.mark.parametrize("key", [f"{ACTOR}.rollout_n", f"{REF}.rollout_n", "critic.rollout_n"])
 def test_answers_per_prompt_are_set_in_one_place(load: Load, key: str) -> None:
     load(f"{key}=4", f"{ROLLOUT}.n=4")
-    with pytest.raises(ConfigError, match=rf"^{key}=4 and {ROLLOUT}\.n=8 are both answers"):
+    with pytest.raises(ConfigError, match=rf"^{key}=4 and {ROLLOUT}\.n=8 are both responses"):
         load(f"{key}=4", f"{ROLLOUT}.n=8")

@@ -80,7 +80,7 @@ def test_columns_of_other_samples_are_refused(name: str, override: str) -> None:
         (
             "rm_trainer",
             ["data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=2000"],
-            r"^data\.max_token_len_per_gpu=2000 tokens cannot hold the answers .*at least 2048$",
+            r"^data\.max_token_len_per_gpu=2000 tokens cannot hold the responses .*at least 2048$",
         ),
     ],
 )

@@ -24,7 +24,7 @@ def test_roles_follow_the_global_keys_and_sampling_the_actor(required: list[str]
     ("given", "message"),
     [
         (WHOLE, r"global_profiler.steps=\[1\]: no role is recorded; set one of actor_rollout"),
-        ([*ENABLED, "global_profiler.tool=torch"], "global_profiler.steps says no step"),
+        ([*ENABLED, "global_profiler.tool=torch"], "global_profiler.steps names no step"),
         ([*ENABLED, "global_profiler.steps=[1]"], "global_profiler.tool is null; takes nsys"),
         ([*WHOLE, f"{ACTOR}.enable=True"], r"set actor_rollout_ref.actor.profiler.all_ranks=True"),
         ([*WHOLE, *ENABLED, f"{ACTOR}.tool_config.torch.contents=[gpu]"], "takes cpu, cuda"),

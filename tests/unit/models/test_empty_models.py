@@ -319,7 +319,7 @@ def test_reward_models_are_checked(folder: Folder, tmp_path: Path, empty: bool) 
     with pytest.raises(ConfigError, match=rf"{key} is no trained .* files lack score\.weight$"):
         build(folder("qwen2"))
     _save(tmp_path, "llama", partial_labels(3), "one")
-    with pytest.raises(ConfigError, match=rf"{key} tells 3 labels apart"):
+    with pytest.raises(ConfigError, match=rf"{key} has 3 labels"):
         build(tmp_path)
     with pytest.raises(ConfigError, match=rf"{key}: there is no such folder$"):
         build(tmp_path / "nowhere")

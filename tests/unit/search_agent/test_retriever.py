@@ -182,7 +182,7 @@ def test_passages_of_another_index_are_not_served(corpus: Path, tmp_path: Path) 
     build_index([write_corpus(tmp_path / "one.jsonl", ["cats"])], tmp_path / "one", BuildOptions())
     for name in ("passages.jsonl", "offsets.npy"):
         (tmp_path / "one" / name).replace(tmp_path / "index" / name)
-    with pytest.raises(DataError, match=r"holds 1 passages, and index\.json tells of 4"):
+    with pytest.raises(DataError, match=r"holds 1 passages, and index\.json names 4"):
         Index(tmp_path / "index")
 
 

@@ -120,7 +120,7 @@ def test_everything_is_escaped(run_dir: Path) -> None:
 
 def test_answers_that_changed_come_first(run_dir: Path) -> None:
     page = report(run_dir)
-    summary = "Of 3 answers, 1 scored higher at step 10 than at step 0, 0 lower and 2 the same."
+    summary = "Of 3 responses, 1 scored higher at step 10 than at step 0, 0 lower and 2 the same."
     assert summary in page
     prompts = ["&lt;script&gt;alert", "other words", "same &amp; unchanged"]
     places = [page.index(f'<pre class="prompt">{prompt}') for prompt in prompts]
@@ -186,7 +186,7 @@ def test_missing_pieces_are_explained(tmp_path: Path) -> None:
     page = report(run)
     for sentence in (
         "no validation was logged",
-        "This run kept no validation answers.",
+        "This run kept no validation responses.",
         "This run logged no timing_s/step",
         "This run left no config.yaml",
         "Not logged by this run: val-core/*, critic/score/mean, actor/entropy",

@@ -205,7 +205,7 @@ def test_a_tracker_that_leads_nowhere(make: Make, text: str) -> None:
     (checkpoints.root / TRACKER).write_text(text)
     with pytest.raises(CheckpointError) as raised:
         checkpoints.to_resume()
-    assert f"says {text[:18]!r}, but there is no folder" in str(raised.value)
+    assert f"contains {text[:18]!r}, but there is no folder" in str(raised.value)
     assert "trainer.resume_mode=disable starts anew" in str(raised.value)
 
 

@@ -410,7 +410,7 @@ def test_a_torn_tracker_is_written_anew(
     checkpoints = make()
     save(checkpoints, 5)
     (remote / TRACKER).write_text(text)
-    with pytest.raises(ConfigError, match=f"{TRACKER} says {text!r}, which is no step"):
+    with pytest.raises(ConfigError, match=f"{TRACKER} contains {text!r}, which is no step"):
         make("other").to_resume()
     later = make()
     found = later.to_resume()

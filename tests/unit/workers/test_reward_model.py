@@ -156,7 +156,7 @@ def test_a_language_model_is_no_reward_model(
 
 
 def test_a_classifier_of_several_labels(judge: Group, classifier: Callable[..., str]) -> None:
-    with pytest.raises(ConfigError, match="tells 3 labels apart: a reward model has one"):
+    with pytest.raises(ConfigError, match="has 3 labels: a reward model has one"):
         judge(BY_ROWS, f"reward_model.model.path={classifier(labels=3)}")
 
 

@@ -74,7 +74,7 @@ class Index:
         self.passages = Passages(folder)
         if len(self.passages) != note.passages:
             raise DataError(
-                f"{folder} holds {len(self.passages)} passages, and {NOTE} tells of "
+                f"{folder} holds {len(self.passages)} passages, and {NOTE} names "
                 f"{note.passages}; build the index anew"
             )
         self._searchers: list[Searcher] = []

@@ -40,7 +40,7 @@ def check_truths(
         if by_source and not isinstance(source, str):
             sourceless.append(f"{where} ({source!r})")
         elif not _has_truth(row):
-            # Scoring takes rows apart, whoever scores: without the key there is nothing to hand on.
+            # Every scorer takes rows apart: without the key there is nothing to pass on.
             is_needed = not _has_key(row) or (
                 by_source and _needs_truth(str(source)) and not is_judged(config, row)
             )
@@ -52,7 +52,7 @@ def check_truths(
         raise DataError(
             f"{key}: the column {config.data.reward_fn_key!r} (data.reward_fn_key), by which rows "
             f"find their scorer, holds no text in {first_of(sourceless)}: fill it, drop these "
-            "rows, or set custom_reward_function.path to a function of your own"
+            "rows, or set custom_reward_function.path to a custom function"
         )
     for source, places in needed.items():
         raise DataError(

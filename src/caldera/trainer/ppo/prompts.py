@@ -60,7 +60,7 @@ def check_loops(rows: DataProto, responses: DataProto) -> DataProto:
     if others := sorted(asked - {SINGLE_TURN}):
         raise ConfigError(
             f"rows ask for the agent loops {', '.join(others)}, but no loop runs: the data set has "
-            "no column_values(name), which would tell of them. Define it, or set "
+            "no column_values(name), which would report them. Define it, or set "
             "actor_rollout_ref.rollout.multi_turn.enable=True"
         )
     return responses
