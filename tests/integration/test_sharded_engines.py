@@ -150,7 +150,7 @@ def engine_of(worker: Worker) -> Any:
 
 
 def own_rows(worker: Worker) -> DataProto:
-    """Two mini-batches of four rows are dealt to the ranks."""
+    """Two mini-batches of four rows are balanced over the ranks."""
     engine = engine_of(worker)
     share = 4 // engine.dp_size
     start = engine.dp_rank * share

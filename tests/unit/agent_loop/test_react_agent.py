@@ -87,7 +87,7 @@ def test_tools_are_in_the_timeline(run: Run) -> None:
     assert script.timeline.events[1]["calls"][0]["status"] == "ok"
 
 
-# ---------------------------------------------------------------------- graphs of one's own
+# ---------------------------------------------------------------------- custom graphs
 
 
 @pytest.fixture

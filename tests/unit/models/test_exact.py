@@ -149,5 +149,5 @@ def test_norms_of_known_kinds_are_found_and_change_nothing_elsewhere(config: Any
     with exactness():  # on a CPU they are what they were
         for norm, value, before in zip(norms, values, want, strict=True):
             torch.testing.assert_close(norm(value), before)
-    twin = copy.deepcopy(module)
-    assert twin.model.norm.forward.args[0] is twin.model.norm
+    copied = copy.deepcopy(module)
+    assert copied.model.norm.forward.args[0] is copied.model.norm

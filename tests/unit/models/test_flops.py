@@ -17,14 +17,14 @@ from caldera.models.flops import Arithmetic, promised_flops, promised_flops_by_n
 Build = Callable[..., PreTrainedModel]
 # Of a layer of the tiny Llama: query and output, key and value of two of four heads, the MLP.
 LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
-TRUNK = 2 * LAYER
+BACKBONE = 2 * LAYER
 HEAD = 48 * 32
 LENGTHS = [5, 3]
 ATTENTION = 4 * 2 * 32 * (25 + 9) / 2  # 4 * layers * heads * head_dim * sum of squares / 2
 
 
 def test_by_hand(tiny_model: Build) -> None:
-    forward = 2 * TRUNK * 8 + 2 * HEAD * 6 + ATTENTION
+    forward = 2 * BACKBONE * 8 + 2 * HEAD * 6 + ATTENTION
     for family in ("llama", "qwen2"):  # whose head is its embedding
         model = tiny_model(family)
         assert Arithmetic.of(model).flops(LENGTHS, head_tokens=6, training=False) == forward
@@ -42,13 +42,13 @@ def test_a_window(tiny_model: Build) -> None:
     """The second layer sees four tokens: 4 * 5 - 8 and 9 / 2 pairs."""
     model = tiny_model("qwen2-window")
     attention = 4 * 32 * (25 / 2 + 9 / 2 + 12 + 9 / 2)
-    expected = 2 * TRUNK * 8 + 2 * HEAD * 6 + attention
+    expected = 2 * BACKBONE * 8 + 2 * HEAD * 6 + attention
     assert Arithmetic.of(model).flops(LENGTHS, 6, False) == expected
 
 
 def test_a_value_head(model_folder: Callable[..., str]) -> None:
     model = AutoModelForTokenClassification.from_pretrained(model_folder(), num_labels=1)
-    forward = 2 * TRUNK * 8 + 2 * 32 * 6 + ATTENTION
+    forward = 2 * BACKBONE * 8 + 2 * 32 * 6 + ATTENTION
     assert Arithmetic.of(model).flops(LENGTHS, 6, False) == forward
     assert Arithmetic.of(model).flops(LENGTHS, 6, True) == 3 * forward
 
@@ -57,9 +57,9 @@ def test_an_adapter_spares_the_gradients_of_the_frozen(tiny_model: Build) -> Non
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
     model = peft.get_peft_model(tiny_model("llama"), config)
     adapter = 2 * (32 * 2 + 2 * 32)
-    forward = 2 * (TRUNK + adapter) * 8 + 2 * HEAD * 6 + ATTENTION
+    forward = 2 * (BACKBONE + adapter) * 8 + 2 * HEAD * 6 + ATTENTION
     assert Arithmetic.of(model).flops(LENGTHS, 6, False) == forward
-    training = 4 * TRUNK * 8 + 6 * adapter * 8 + 4 * HEAD * 6 + 3 * ATTENTION
+    training = 4 * BACKBONE * 8 + 6 * adapter * 8 + 4 * HEAD * 6 + 3 * ATTENTION
     assert Arithmetic.of(model).flops(LENGTHS, 6, True) == training
 
 

@@ -162,9 +162,9 @@ def test_groups_stay_together(groups: list[int], together: int, data: st.DataObj
     assert len(by_tokens) >= min_count
     assert max(sums(lengths, by_tokens)) <= most + 7
     by_count = micro_batches_by_count(len(lengths), 2 * together, together)
-    dealt = balance_partitions(lengths, data.draw(divisors_of(len(groups))), together)
-    assert len({len(part) for part in dealt}) == 1
-    for parts in (by_tokens, by_count, dealt):
+    balanced = balance_partitions(lengths, data.draw(divisors_of(len(groups))), together)
+    assert len({len(part) for part in balanced}) == 1
+    for parts in (by_tokens, by_count, balanced):
         assert sorted(itertools.chain(*parts)) == list(range(len(lengths)))
         for part in parts:
             firsts = part[::together]

@@ -1,4 +1,4 @@
-"""Managers of one's own: what they raise and return is judged, whoever calls them."""
+"""Custom managers: what they raise and return is checked, for every caller."""
 
 from __future__ import annotations
 

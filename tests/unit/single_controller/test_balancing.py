@@ -1,4 +1,4 @@
-"""Rows are dealt to ranks evenly, within mini-batches, and come back in order."""
+"""Rows are balanced over ranks, within mini-batches, and come back in order."""
 
 from __future__ import annotations
 
