@@ -71,7 +71,7 @@ def test_a_file_is_scored_by_its_data_sources(evaluate: Evaluate, answers: Path)
     assert found[DAPO]["measures"]["maj@4"]["value"] == 1  # three of four agree, and score 1
     assert found[DAPO]["measures"]["mean@4"]["value"] == pytest.approx(0.5)  # -1 for the fourth
     assert f"'test_score/{GSM8K}': 0.375" in done.stdout
-    assert "pass@4" in done.stdout and "8 prompts, 32 answers" in done.stdout
+    assert "pass@4" in done.stdout and "8 prompts, 32 responses" in done.stdout
     page = (answers.parent / "out.evaluation.html").read_text()
     assert page.count("<article") == 32 - 12 + 4 and "no idea" in page
 

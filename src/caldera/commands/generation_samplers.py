@@ -45,7 +45,7 @@ class Samplers:
         rows: Iterable[int],
         make_groups: MakeGroups,
     ) -> None:
-        """Every one of the rows is tokenised at once, so that a prompt too long is told at once."""
+        """All rows are tokenised first, so that a prompt that is too long is reported at once."""
         disable_progress_bar()  # of transformers, in loading: it would tear our own
         self._config = config
         self._model = ModelConfig(

@@ -279,7 +279,7 @@ FILTERING = 40
 
 @dataclass(frozen=True)
 class Sampler:
-    """What the sampler is told, and how much it is asked for."""
+    """The sampler's settings, and how much is asked of it."""
 
     shape: ModelShape
     sample_bytes: int

@@ -59,7 +59,7 @@ class PreferenceDataset(Dataset[Row]):
         self._table: RowTable = read_rows(
             parquet_files, key=files_key(parquet_files, config), required=required
         )
-        for row in range(len(self._table.rows)):  # a mistake is told before the first step
+        for row in range(len(self._table.rows)):  # a mistake is reported before the first step
             self._pair(row)
 
     def __len__(self) -> int:

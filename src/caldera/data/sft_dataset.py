@@ -64,7 +64,7 @@ class SFTDataset(Dataset[Row]):
             key=files_key(parquet_files, config),
             required={column: key for key, (column, _) in self._columns.items()},
         )
-        for row in range(len(self._table.rows)):  # a mistake is told before the first step
+        for row in range(len(self._table.rows)):  # a mistake is reported before the first step
             self._texts(row)
 
     def __len__(self) -> int:
@@ -199,7 +199,7 @@ class MultiTurnSFTDataset(Dataset[Row]):
             key=files_key(parquet_files, config),
             required={self._keys.messages_key: "data.multiturn.messages_key"},
         )
-        for row in range(len(self._table.rows)):  # a mistake is told before the first step
+        for row in range(len(self._table.rows)):  # a mistake is reported before the first step
             self._messages(row)
             self._template_kwargs(row)
 

@@ -277,8 +277,8 @@ class Rollout(ABC):
                 )
             if request.params.stop and self.decode is None:
                 raise RolloutError(
-                    f"request {index} has stop={request.params.stop!r}: the sampler was not told "
-                    "how to decode tokens"
+                    f"request {index} has stop={request.params.stop!r}: the sampler has no "
+                    "function that decodes tokens"
                 )
             self._check_params(request.params)
 
@@ -369,7 +369,7 @@ class StepwiseRollout(Rollout):
 
     @abstractmethod
     def has_work(self) -> bool:
-        """Whether any request has not ended, or has failed and was not told of."""
+        """Whether any request has not ended, or has failed and was not reported."""
 
 
 ROLLOUTS: Registry[type[Rollout]] = Registry(f"{KEY}.name")

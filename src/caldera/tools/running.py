@@ -74,7 +74,7 @@ class ToolRunner:
         if len(self.tools) < len(tools):
             names = [tool.name for tool in tools]
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise ConfigError(f"tools are told apart by name: {', '.join(twice)} is there twice")
+            raise ConfigError(f"tools have different names: {', '.join(twice)} is there twice")
         self._max_parallel_calls = max_parallel_calls
         self._max_response_length = max_response_length
         self._truncate_side: Side = truncate_side

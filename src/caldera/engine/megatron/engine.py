@@ -261,7 +261,7 @@ class MegatronEngine(Engine):
         found: Outputs = {}
         for name in plan.outputs:
             whole = torch.zeros(len(batch), width, device=self.device)
-            for one, outputs in zip(batches, told, strict=False):  # elsewhere nothing is told
+            for one, outputs in zip(batches, told, strict=False):  # other ranks have none
                 where = send(torch.tensor(one.rows), self.device)
                 whole.index_copy_(0, where, outputs[name].float())
             found[name] = self._from_last_stage(whole).cpu()

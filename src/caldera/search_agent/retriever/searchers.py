@@ -126,7 +126,7 @@ PASSAGES_AT_ONCE = 512
 class Encoder:
     """A BERT-like model whose vector of a text is the mean over its tokens, of length 1.
 
-    Models of the E5 family are told which texts are queries and which are passages.
+    Models of the E5 family get a prefix for queries and one for passages.
     """
 
     def __init__(self, model: str, device: str = "cpu") -> None:
