@@ -393,7 +393,11 @@ def _warm_started_model(tokenizer: Any, problems: list[tuple[str, str]]) -> Path
     import transformers
 
     recipe = [inspect.getsource(_save_warm_started_model), str(START_ACCURACY), str(problems)]
-    recipe += [json.dumps(tokenizer.get_vocab(), sort_keys=True), torch.__version__, transformers.__version__]
+    recipe += [
+        json.dumps(tokenizer.get_vocab(), sort_keys=True),
+        torch.__version__,
+        transformers.__version__,
+    ]
     name = hashlib.sha256("\n".join(recipe).encode()).hexdigest()[:16]
     folder = REPOSITORY / ".pytest_cache" / "models" / name
     if not folder.exists():
