@@ -18,6 +18,28 @@ if TYPE_CHECKING:
 
     from caldera.config import DataConfig, SFTDataConfig
 
+_ITEMS_ALONE = "is not called here: override __getitem__ and __len__"
+NOT_CALLED: dict[type, dict[str, str]] = {
+    RLHFDataset: {
+        "_download": "is not called here: override _read_files_and_tokenize, which reads "
+        "self.data_files",
+        "on_batch_end": "is not called here, since the rows of a run stay the same: "
+        "data.sampler.class_path chooses among them after each batch",
+    },
+    SFTDataset: dict.fromkeys(("_download", "_read_files_and_tokenize"), _ITEMS_ALONE),
+    MultiTurnSFTDataset: dict.fromkeys(
+        (
+            "_download",
+            "_read_files_and_process",
+            "_build_messages",
+            "_process_message_tokens",
+            "_process_single_message",
+        ),
+        _ITEMS_ALONE,
+    ),
+}
+"""Methods that verl calls in subclasses of each class and Caldera does not, with what to do."""
+
 
 def create_rl_dataset(
     files: str | Sequence[str],
@@ -69,4 +91,11 @@ def _own_class(config: DataConfig | SFTDataConfig) -> Any:
             f"data.custom_cls: {custom.name!r} of {custom.path} is not a subclass of "
             "torch.utils.data.Dataset"
         )
+    for base, methods in NOT_CALLED.items():
+        for method, advice in methods.items():
+            if issubclass(loaded, base) and hasattr(loaded, method):
+                raise ConfigError(
+                    f"data.custom_cls: {custom.name!r} of {custom.path} defines {method}, which "
+                    f"{advice}"
+                )
     return loaded

@@ -50,7 +50,7 @@ class BaseInteraction(ABC):
         """Reply to the last of the messages, which is the policy's."""
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
-        """The score of a conversation."""
+        """The score of a conversation; for `generate_response`, nobody else calls it."""
         return 0.0
 
     async def finalize_interaction(  # noqa: B027 -- most have nothing to let go of

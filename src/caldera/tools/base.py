@@ -130,7 +130,7 @@ class BaseTool(ABC):
         trajectory's `ToolState`. The model gets the message of an error."""
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """The reward of what the instance has come to."""
+        """The reward of what the instance has come to; for `execute`, nobody else calls it."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:  # noqa: B027 -- may do nothing

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from caldera.config import DataConfig
-from caldera.data import RLHFDataset, create_rl_dataset, create_train_loader
+from caldera.config import DataConfig, SFTDataConfig
+from caldera.data import RLHFDataset, create_rl_dataset, create_sft_dataset, create_train_loader
 from caldera.errors import ConfigError
 
 MakeConfig = Callable[..., DataConfig]
@@ -62,3 +62,37 @@ def test_a_custom_class(
     config.custom_cls.path, config.custom_cls.name = None, "Mine"
     with pytest.raises(ConfigError, match=r"without data.custom_cls.path"):
         create_rl_dataset([file], config, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("base", "hook", "instead"),
+    [
+        ("RLHFDataset", "_download", "_read_files_and_tokenize"),
+        ("RLHFDataset", "on_batch_end", "data.sampler.class_path"),
+        ("SFTDataset", "_read_files_and_tokenize", "__getitem__"),
+        ("MultiTurnSFTDataset", "_read_files_and_process", "__getitem__"),
+        ("MultiTurnSFTDataset", "_process_single_message", "__getitem__"),
+    ],
+)
+def test_a_hook_that_nobody_calls_is_an_error(
+    tokenizer: PreTrainedTokenizerFast, make_config: MakeConfig, file: str, tmp_path: Path,
+    base: str, hook: str, instead: str,
+) -> None:  # fmt: skip
+    source = tmp_path / "mine.py"
+    source.write_text(
+        f"from caldera.data import {base}\n"
+        f"class Between({base}):\n"
+        f"    def {hook}(self, *args): return args\n"
+        "class Mine(Between): pass\n"
+    )
+    message = rf"data.custom_cls: 'Mine' of .*mine.py defines {hook}, which .*{instead}"
+    if base == "RLHFDataset":
+        config = make_config()
+        config.custom_cls.path, config.custom_cls.name = str(source), "Mine"
+        with pytest.raises(ConfigError, match=message):
+            create_rl_dataset([file], config, tokenizer)
+    else:
+        own = SFTDataConfig(train_files=[file])
+        own.custom_cls.path, own.custom_cls.name = str(source), "Mine"
+        with pytest.raises(ConfigError, match=message):
+            create_sft_dataset([file], own, tokenizer)
