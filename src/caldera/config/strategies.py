@@ -149,7 +149,7 @@ def check_role(config: Any, role: Role) -> None:
     if role.is_megatron:
         _check_model(role)
         _check_megatron(role)
-    _drop_attention(role.model_name, role.model.override_config)
+    _drop_load_options(role)
 
 
 def _check_keys(config: Any, role: Role) -> None:
@@ -247,16 +247,32 @@ def _take_inner_overrides(key: str, overrides: dict[str, Any]) -> None:
     overrides |= overrides.pop("model_config", None) or {}
 
 
-def _drop_attention(key: str, overrides: dict[str, Any]) -> None:
-    """Scripts for verl choose among transformers' attention kernels; none of them is called."""
-    given = overrides.pop("attn_implementation", None)
-    if given is not None:
-        logger.warning(
-            "%s.override_config.attn_implementation=%s has no effect: training uses Caldera's own "
-            "attention function, over packed sequences, whatever is named here; leave the key out",
-            key,
-            given,
-        )
+def _drop_load_options(role: Role) -> None:
+    """Scripts for verl name transformers' attention kernels and precisions where they override the
+    model's config.json; loading does not take them from there."""
+    attention = (
+        "training uses Caldera's own attention function, over packed sequences, whatever is named "
+        "here"
+    )
+    precision = f"the precision of parameters is {_precision_key(role)}"
+    reasons = dict.fromkeys(("attn_implementation", "_attn_implementation"), attention)
+    reasons |= dict.fromkeys(("torch_dtype", "dtype"), precision)
+    for name, reason in reasons.items():
+        given = role.model.override_config.pop(name, None)
+        if given is not None:
+            logger.warning(
+                "%s.override_config.%s=%s has no effect: %s; leave the key out",
+                role.model_name,
+                name,
+                given,
+                reason,
+            )
+
+
+def _precision_key(role: Role) -> str:
+    own = "megatron.dtype" if role.is_megatron else "fsdp_config.model_dtype"
+    keys = [key for key, _, _ in walk(role.node, f"{role.name}.")]
+    return next((key for key in keys if key.endswith(own)), "that of the device")
 
 
 def _check_megatron(role: Role) -> None:

@@ -136,3 +136,24 @@ def test_a_choice_of_attention_kernels_is_dropped_with_one_warning(
         f"actor_rollout_ref.model.{key}=flash_attention_2", f"critic.model.{key}=eager",
     ]  # fmt: skip
     assert config.actor_rollout_ref.model.override_config == {}
+
+
+def test_other_options_of_loading_that_a_config_does_not_have_are_dropped(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {
+        "actor_rollout_ref.model.override_config._attn_implementation=sdpa": "attention function",
+        "actor_rollout_ref.model.override_config.torch_dtype=bfloat16": (
+            "precision of parameters is actor_rollout_ref.actor.fsdp_config.model_dtype;"
+        ),
+        "critic.model.override_config.dtype=bfloat16": (
+            "precision of parameters is critic.model.fsdp_config.model_dtype;"
+        ),
+    }
+    with caplog.at_level(logging.WARNING):
+        config = load(*(f"+{text}" for text in given))
+    for text, reason in given.items():
+        (told,) = [message for message in caplog.messages if message.startswith(text)]
+        assert " has no effect: " in told and reason in told
+    assert config.actor_rollout_ref.model.override_config == {}
+    assert config.critic.model.override_config == {}
