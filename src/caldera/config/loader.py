@@ -61,6 +61,16 @@ SCHEMAS: dict[str, type] = {
     "serve": ServeConfig,
 }
 """The keys of each of Caldera's own YAML files."""
+SWITCHES: dict[str, dict[str, Any]] = {
+    "algorithm.rollout_correction": {
+        "preset": None, "rollout_is": None, "rollout_rs": None, "bypass_mode": False,
+    },
+    "data.sampler": {"class_path": None, "class_name": None},
+    "data.custom_cls": {"path": None, "name": None},
+    "actor_rollout_ref.rollout.trace": {"backend": None},
+    "global_profiler": {"tool": None, "steps": None},
+}  # fmt: skip
+"""Groups that null switches off, beside those with the key enable, path or url."""
 ENGINE_GROUP = "model_engine"
 """Chooses YAML files and holds no keys."""
 TYPES_IN_WORDS = {
@@ -111,7 +121,7 @@ def compose_config(
         fitting = ", ".join(name for name, cls in SCHEMAS.items() if cls is schema)
         raise ConfigError(f"--config-name={config_name}: this command takes {fitting}")
     keys = known_keys(schema)
-    given = [_without_null_group(text, keys) for text in overrides]
+    given = [key for text in overrides for key in _without_null_group(text, keys)]
     tree = _compose(given, config_name, directory)
     moves = MOVED_SUPERVISED if issubclass(schema, SFTTrainerConfig) else MOVED
     values = migrate(dict(leaves_of(tree, keys, moves)), frozenset(keys), moves)
@@ -252,20 +262,23 @@ def _only_known(values: Tree, keys: dict[str, bool], moves: Mapping[str, str]) -
 
 
 def switched_off(group: str, keys: Iterable[str]) -> Tree:
-    """What `group=null` asks for: the key that switches the group off; empty where none does."""
-    switches = {f"{group}.enable": False, f"{group}.path": None, f"{group}.url": None}
-    asked = {key: value for key, value in switches.items() if key in keys}
-    return dict([*asked.items()][:1])
+    """What `group=null` asks for: the keys that switch the group off; empty where none does."""
+    usual = {"enable": False}, {"path": None}, {"url": None}
+    for off in (SWITCHES.get(group, {}), *usual):
+        asked = {f"{group}.{name}": value for name, value in off.items()}
+        if asked and asked.keys() <= set(keys):
+            return asked
+    return {}
 
 
-def _without_null_group(text: str, keys: dict[str, bool]) -> str:
-    """`group=null` of the command line as a key of the group: Hydra has no such choice."""
+def _without_null_group(text: str, keys: dict[str, bool]) -> list[str]:
+    """`group=null` of the command line as keys of the group: Hydra has no such choice."""
     override, text = _parse(text)
     group = override.key_or_group
     if override.is_delete() or override.value() is not None or group not in groups_of(keys):
-        return text
-    for key, value in switched_off(group, keys).items():
-        return f"{key}={json.dumps(value)}"
+        return [text]
+    if off := switched_off(group, keys):
+        return [f"{key}={json.dumps(value)}" for key, value in off.items()]
     raise ConfigError(f"{group}=null: is a group{_example(group, keys, {})}")
 
 

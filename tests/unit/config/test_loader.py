@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 import yaml
 
 from caldera.config import (
@@ -330,6 +331,35 @@ def test_null_switches_a_group_off(load: Load, tmp_path: Path, group: str, key: 
 
 def test_null_takes_a_custom_reward_function_back(load: Load) -> None:
     assert load("custom_reward_function=null").custom_reward_function.path is None
+
+
+NULL_GROUPS = {
+    "algorithm.rollout_correction": ("rollout_is=token", "rollout_rs=null", "preset=null"),
+    "data.sampler": ("class_path=mine.py", "class_name=Mine"),
+    "data.custom_cls": ("path=mine.py", "name=Mine"),
+    "actor_rollout_ref.rollout.trace": ("backend=mlflow",),
+    "global_profiler": ("tool=torch", "steps=[1]"),
+}
+
+
+@pytest.mark.parametrize("group", NULL_GROUPS)
+def test_null_takes_back_what_a_file_sets_in_a_group(
+    load: Load, tmp_path: Path, group: str
+) -> None:
+    plain = compose_config([], "ppo_trainer", None, PPOTrainerConfig)
+    assert compose_config([f"{group}=null"], "ppo_trainer", None, PPOTrainerConfig) == plain
+    keys = [f"{group}.{text}" for text in NULL_GROUPS[group]]
+    given = OmegaConf.from_dotlist(keys)
+    text = f"defaults: [ppo_trainer, _self_]\n{OmegaConf.to_yaml(given)}"
+    (tmp_path / "mine.yaml").write_text(text)
+    folder = str(tmp_path)
+    assert compose_config([], "mine", folder, PPOTrainerConfig) != plain
+    assert compose_config([f"{group}=null"], "mine", folder, PPOTrainerConfig) == plain
+    (tmp_path / "none.yaml").write_text(
+        f"defaults: [ppo_trainer, _self_]\n"
+        f"{OmegaConf.to_yaml(OmegaConf.from_dotlist([f'{group}=null']))}"
+    )
+    assert compose_config([], "none", folder, PPOTrainerConfig) == plain
 
 
 def test_precisions_are_written_long_or_short(load: Load) -> None:
