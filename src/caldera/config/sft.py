@@ -36,6 +36,7 @@ from caldera.config.validate import (
     check_contents,
     check_dtypes,
     check_layout,
+    check_resume,
 )
 from caldera.errors import ConfigError, UnsupportedError
 
@@ -368,8 +369,7 @@ def _check_model(config: SFTTrainerConfig) -> None:
 
 def _check_run(config: SFTTrainerConfig) -> None:
     trainer = config.trainer
-    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
-        raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=...")
+    check_resume(trainer.resume_mode, trainer.resume_from_path)
     for key, value in {
         "trainer.save_freq": trainer.save_freq,
         "trainer.test_freq": trainer.test_freq,

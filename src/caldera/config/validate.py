@@ -15,12 +15,13 @@ from caldera.config.optim import CONTENTS, CheckpointConfig, FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig, check_search
 from caldera.config.profiling import ProfilerConfig, check_profilers
 from caldera.config.reward import check_reward_model
-from caldera.config.rollout import check_rollout
+from caldera.config.rollout import ValKwargs, check_rollout
 from caldera.config.rollout_correction import (
     RolloutCorrectionConfig,
     check_rollout_correction,
     rollout_correction_preset,
 )
+from caldera.config.samplers import NEUTRAL
 from caldera.config.strategies import check_strategies
 from caldera.errors import ConfigError, UnsupportedError
 
@@ -76,8 +77,35 @@ def _check_required(config: PPOTrainerConfig) -> None:
     for key, value in required.items():
         if not value:
             raise ConfigError(f"{key} is required: give {key}=...")
-    if config.trainer.resume_mode == "resume_path" and not config.trainer.resume_from_path:
+    check_resume(config.trainer.resume_mode, config.trainer.resume_from_path)
+    _check_custom_scoring(config)
+
+
+def check_resume(mode: str, path: str | None) -> None:
+    """A run resumes from a path if it is told to."""
+    if mode == "resume_path" and not path:
         raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=...")
+    if mode != "resume_path" and path not in (None, "", "False", "True"):  # a flag in early verl
+        logger.warning(
+            "trainer.resume_from_path=%s is not read with trainer.resume_mode=%s; "
+            "trainer.resume_mode=resume_path starts from it",
+            path,
+            mode,
+        )
+
+
+def _check_custom_scoring(config: PPOTrainerConfig) -> None:
+    """What belongs to a custom function or manager comes with its file."""
+    function, module = config.custom_reward_function, config.reward_manager.module
+    for group, node, names in (
+        ("custom_reward_function", function, ("name", "reward_kwargs")),
+        ("reward_manager.module", module, ("name",)),
+    ):
+        plain = type(node)()
+        for name in names:
+            value = getattr(node, name)
+            if node.path is None and value != getattr(plain, name):
+                raise ConfigError(f"{group}.{name}={shown(value)}: needs {group}.path=...")
 
 
 def _check_checkpoints(config: PPOTrainerConfig) -> None:
@@ -250,7 +278,26 @@ def _check_data(config: PPOTrainerConfig) -> None:
         )
 
 
+def _warn_of_greedy_validation(validation: ValKwargs) -> None:
+    key = "actor_rollout_ref.rollout.val_kwargs"
+    greedy = ValKwargs()
+    for name in ("n", "temperature", "top_k", "top_p", "min_p"):
+        value = getattr(validation, name)
+        if not validation.do_sample and value not in (
+            getattr(greedy, name),
+            *NEUTRAL.get(name, ()),
+        ):
+            logger.warning(
+                "%s.%s=%s has no effect on a greedy validation; %s.do_sample=True samples",
+                key,
+                name,
+                value,
+                key,
+            )
+
+
 def _warn_of_doubtful_values(config: PPOTrainerConfig) -> None:
+    _warn_of_greedy_validation(config.actor_rollout_ref.rollout.val_kwargs)
     actor = config.actor_rollout_ref.actor
     low, high = actor.clip_ratio_low, actor.clip_ratio_high
     if (low is not None and low >= 0.5) or (high is not None and high >= 1):

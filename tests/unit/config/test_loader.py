@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 import yaml
+from omegaconf import OmegaConf
 
 from caldera.config import (
     CONFIG_DIR,

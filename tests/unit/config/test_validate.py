@@ -29,6 +29,47 @@ def test_resume_path_needs_a_path(load: Load) -> None:
     load("trainer.resume_mode=resume_path", "trainer.resume_from_path=somewhere/global_step_3")
 
 
+@pytest.mark.parametrize("mode", ["auto", "disable"])
+def test_a_path_that_is_not_resumed_from_is_warned_of(
+    load: Load, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    start = "trainer.resume_from_path=somewhere/global_step_3"
+    load(f"trainer.resume_mode={mode}", "trainer.resume_from_path=False")  # verl's once
+    load("trainer.resume_mode=resume_path", start)
+    assert "resume_from_path" not in caplog.text
+    load(f"trainer.resume_mode={mode}", start)
+    assert f"is not read with trainer.resume_mode={mode}" in caplog.text
+    assert "trainer.resume_mode=resume_path starts from it" in caplog.text
+
+
+@pytest.mark.parametrize("key", ["name=score", "reward_kwargs.a=1"])
+def test_options_of_a_score_function_need_its_file(load: Load, key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^custom_reward_function\.{key.partition('=')[0][:4]}.*: needs "
+        r"custom_reward_function\.path=\.\.\.",
+    ):  # fmt: skip
+        load(f"custom_reward_function.{key}")
+    load("custom_reward_function.path=mine.py", f"custom_reward_function.{key}")
+
+
+def test_the_name_of_a_reward_manager_needs_its_file(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"^reward_manager\.module\.name='Mine': needs "):
+        load("reward_manager.module.name=Mine")
+
+
+@pytest.mark.parametrize("key", ["n=4", "temperature=0.7", "top_p=0.9", "top_k=5", "min_p=0.1"])
+def test_sampling_of_a_greedy_validation_is_warned_of(
+    load: Load, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    validation = f"{ROLLOUT}.val_kwargs"
+    load(f"{validation}.{key}", f"{validation}.do_sample=True", f"{validation}.temperature=0.6")
+    load(f"{validation}.repetition_penalty=1.1")
+    assert "val_kwargs" not in caplog.text
+    load(f"{validation}.{key}")
+    assert f"{validation}.{key} has no effect on a greedy validation" in caplog.text
+    assert f"{validation}.do_sample=True" in caplog.text
+
+
 def test_who_needs_a_critic(load: Load) -> None:
     assert needs_critic(load())
     assert not needs_critic(load("algorithm.adv_estimator=grpo"))
