@@ -14,6 +14,8 @@ from caldera.errors import nearest
 
 OF_TRAINING = re.compile(r"\b(?:actor_rollout_ref|algorithm|critic)(?:\.\w+)+")
 """A key in a note that other commands than `caldera train` lack."""
+ALIKE = 0.65
+"""How alike names of one group must be: 0.6, the usual bound, takes `server` for `seed`."""
 ALMOST_THE_SAME = 0.85
 """How alike names of different groups must be: a likely typo, and no mere similarity."""
 
@@ -74,7 +76,7 @@ def _likely_key(key: str, keys: list[str]) -> str | None:
     siblings = {_split(name)[1]: name for name in keys if _split(name)[0] == group}
     leaves = {_split(name)[1] for name in keys}
     is_elsewhere = not group and leaf in leaves  # its group alone was left out
-    if not is_elsewhere and (near := nearest(leaf, siblings)):
+    if not is_elsewhere and (near := nearest(leaf, siblings, ALIKE)):
         return siblings[near]
     near_leaf = leaf if leaf in leaves else nearest(leaf, leaves, ALMOST_THE_SAME)
     alike = [name for name in keys if _split(name)[1] == near_leaf]

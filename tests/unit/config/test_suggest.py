@@ -88,6 +88,35 @@ def test_the_key_of_the_named_role_is_meant_else_the_policys(option: str, key: s
     assert did_you_mean(option, known_keys(), {}) == f"; did you mean {key}?"
 
 
+ROLLOUT, CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("stop_strings", f"{ROLLOUT}.stop?"),
+        (f"{ROLLOUT}.stop_strings", f"{ROLLOUT}.stop?"),
+        ("eos_token_id", f"{ROLLOUT}.stop_token_ids? (beside the model's end tokens)"),
+        ("algorithm.kl_coef", "algorithm.kl_ctrl.kl_coef? (with algorithm.use_kl_in_reward=True)"),
+        # Older verl.
+        ("actor_rollout_ref.actor.use_token_level_loss",
+         "actor_rollout_ref.actor.loss_agg_mode=token-mean?"),
+        ("actor_rollout_ref.actor.tis_imp_ratio_cap",
+         f"{CORRECTION}.rollout_is_threshold? (with {CORRECTION}.rollout_is=token)"),
+        ("algorithm.rollout_is_level", f"{CORRECTION}.rollout_is?"),
+        (f"{ROLLOUT}.multi_turn.max_turns", f"{ROLLOUT}.multi_turn.max_assistant_turns?"),
+        (f"{ROLLOUT}.n_val", f"{ROLLOUT}.val_kwargs.n? (with {ROLLOUT}.val_kwargs.do_sample=True)"),
+    ],
+)  # fmt: skip
+def test_options_of_sampling_and_of_older_verl(option: str, hint: str) -> None:
+    assert did_you_mean(option, known_keys(), {}) == f"; did you mean {hint}"
+
+
+@pytest.mark.parametrize("key", ["server", "kvcache"])
+def test_names_that_are_not_alike_are_no_hint(key: str) -> None:
+    assert did_you_mean(f"{ROLLOUT}.{key}", known_keys(), {}) == ""
+
+
 @pytest.mark.parametrize("option", ["normalize_reward", "mask_truncated_completions"])
 def test_what_has_no_key_is_answered_with_a_reason(option: str) -> None:
     told = did_you_mean(option, known_keys(), {})
