@@ -6,10 +6,11 @@ what they show and what to try, not what is wrong.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 
-__all__ = ["WarningSigns", "collapsed_policy", "constant_reward"]
+__all__ = ["WarningSigns", "collapsed_policy", "constant_reward", "diverged_policy"]
 
 Step = Mapping[str, float]
 Rule = Callable[[Sequence[Step], bool], str | None]
@@ -65,8 +66,9 @@ def collapsed_policy(steps: Sequence[Step], is_end: bool = False) -> str | None:
     first, last = known[0], known[-COLLAPSED:]
     largest = max(step[GRADIENT] for step in known)
     for step in last:
-        if step[ENTROPY] > LEFT * first[ENTROPY] or step[GRADIENT] > LEFT * largest:
-            return None
+        entropy_left, gradient_left = LEFT * first[ENTROPY], LEFT * largest
+        if not (step[ENTROPY] <= entropy_left and step[GRADIENT] <= gradient_left):
+            return None  # or it is not a number, of which another rule knows
     score = mean(step.get(SCORE, 0.0) for step in last)
     best = max(step.get(SCORE, 0.0) for step in known)
     if score > first.get(SCORE, 0.0) and score >= best - LEFT * abs(best):
@@ -84,7 +86,20 @@ def collapsed_policy(steps: Sequence[Step], is_end: bool = False) -> str | None:
     )
 
 
-RULES: tuple[Rule, ...] = (constant_reward, collapsed_policy)
+def diverged_policy(steps: Sequence[Step], is_end: bool = False) -> str | None:
+    """Gradients are no finite numbers, so that the optimiser leaves out their updates."""
+    last = [step for step in steps if GRADIENT in step][-COLLAPSED:]
+    if len(last) < COLLAPSED or any(math.isfinite(step[GRADIENT]) for step in last):
+        return None
+    return (
+        f"{GRADIENT} has not been a finite number for the last {COLLAPSED} steps: such updates are "
+        "skipped, and the weights may hold NaN. Start anew, or from a checkpoint before "
+        "(trainer.resume_from_path), with a lower actor_rollout_ref.actor.optim.lr "
+        f"(now {last[-1].get(RATE, 0.0):.3g}; a tenth is a good first try)"
+    )
+
+
+RULES: tuple[Rule, ...] = (constant_reward, collapsed_policy, diverged_policy)
 
 
 class WarningSigns:

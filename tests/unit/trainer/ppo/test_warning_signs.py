@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from caldera.trainer.ppo.warning_signs import WarningSigns, collapsed_policy, constant_reward
+from caldera.trainer.ppo.warning_signs import (
+    WarningSigns,
+    collapsed_policy,
+    constant_reward,
+    diverged_policy,
+)
 
 
 def rewarded(low: float, high: float, **more: float) -> dict[str, float]:
@@ -67,6 +73,21 @@ def test_a_policy_that_a_learning_rate_destroys_is_told_of_with_its_numbers() ->
         "the reward is 0.1 (best 0.4)", "actor_rollout_ref.actor.optim.lr (now 0.01",
     ):  # fmt: skip
         assert part in said
+
+
+def test_a_policy_of_no_numbers_is_told_of_once_with_its_learning_rate() -> None:
+    steps = [learning(0.7, 2.0, 0.3), learning(2.7, math.nan, 0.0)]
+    assert diverged_policy(steps) is None
+    steps += [learning(math.nan, math.nan, 0.0)] * 4
+    assert collapsed_policy(steps) is None
+    said = [text for texts in told(steps) for text in texts if "every response" not in text]
+    assert said == [diverged_policy(steps[:4])]
+    for part in (
+        "actor/grad_norm has not been a finite number for the last 3 steps",
+        "such updates are skipped", "actor_rollout_ref.actor.optim.lr (now 0.01",
+    ):  # fmt: skip
+        assert part in said[0]
+    assert diverged_policy([learning(0.7, math.inf, 0.3), *steps[:1]]) is None
 
 
 def test_a_policy_that_is_sure_because_it_is_right_is_left_alone() -> None:
