@@ -73,7 +73,10 @@ def first_of(places: Sequence[str]) -> str:
 
 
 def is_null(value: object) -> bool:
-    """Whether a value is missing: null, or NaN, which pandas writes for it."""
+    """Whether a value is missing: null, NaN, which pandas writes for it, or text without a
+    character, which is what an empty field of a CSV file is."""
+    if isinstance(value, str):
+        return not value.strip()
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 

@@ -150,8 +150,8 @@ def _ground_truth_problems(table: RowTable) -> Iterator[str]:
     if without:
         sources = sorted({str(table.rows[number].get("data_source")) for number in without})
         yield (
-            f"{_rows(len(without))} without a ground truth (null, NaN or missing in "
-            f"reward_model.ground_truth), of data_source {', '.join(sources)}: "
+            f"{_rows(len(without))} without a ground truth (null, NaN, empty or "
+            f"missing in reward_model.ground_truth), of data_source {', '.join(sources)}: "
             f"{table.where_all(without)}"
         )
     for source, counts in kinds.items():

@@ -57,14 +57,14 @@ def check_truths(
     for source, places in needed.items():
         raise DataError(
             f"{key}: {len(places)} of the rows of data_source {source!r} have no ground truth "
-            "(the column 'reward_model' has no ground_truth, or it is null or NaN), which their "
-            f"scorer needs: {first_of(places)}. Fill it, drop these rows, or set "
+            "(the column 'reward_model' has no ground_truth, or it is null, NaN or empty), which "
+            f"their scorer needs: {first_of(places)}. Fill it, drop these rows, or set "
             "custom_reward_function.path to a function that does without"
         )
     if unread:
         logger.warning(
-            "%s: reward_model.ground_truth is null or NaN in %d rows, which the scorer gets as it "
-            "is: %s",
+            "%s: reward_model.ground_truth is null, NaN or empty in %d rows, which the scorer gets "
+            "as it is: %s",
             key,
             len(unread),
             first_of(unread),

@@ -78,7 +78,8 @@ def test_prompts_that_differ_in_space_and_case_are_the_same(write_jsonl: WriteJs
         ([row("a"), row(" \n")], "1 row with an empty prompt"),
         ([row("a"), row(None)], "1 row without a chat as prompt; the first: the content of"),
         ([row("a"), row("b", 2), row("c", "3")], r"known have several types: str \(2\), int \(1\)"),
-        ([row("a"), row("b", None)], r"1 row without a ground truth \(null, NaN or missing in"),
+        ([row("a"), row("b", None)], r"1 row without a ground truth \(null, NaN, empty or"),
+        ([row("a"), row("b", "")], r"1 row without a ground truth"),
         ([row("a"), row("b", float("nan"))], "of data_source known: row 1 of"),
     ],
 )

@@ -189,6 +189,7 @@ def test_options_of_a_scorer_are_tried(case: Case) -> None:
 TRUTHS: dict[str, Any] = {
     "null": {"ground_truth": None},
     "nan": {"ground_truth": float("nan")},
+    "blank": {"ground_truth": " "},
     "no key": {"style": "rule"},
     "empty": {},
     "no struct": None,
@@ -240,7 +241,7 @@ def test_a_function_of_ones_own_may_do_without(
     case.manager = NaiveRewardManager(case.tokenizer, 0, lambda **kwargs: 1.0)
     checked(case, [{TRUTH: {"ground_truth": None}}] * 3)
     (warning,) = [r.getMessage() for r in caplog.records if "ground_truth" in r.getMessage()]
-    assert "null or NaN in 3 rows" in warning and "row 1 of" in warning
+    assert "null, NaN or empty in 3 rows" in warning and "row 1 of" in warning
     with pytest.raises(DataError, match="row 1 of"):  # nothing to hand on
         checked(case, [{TRUTH: {}}])
 
