@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from caldera.config import compose_config
 from caldera.config.fields import check_values
 from caldera.config.offline import EvaluationConfig
+from caldera.config.reward import check_path_given
 from caldera.trainer.entry import ConfigCommand
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def load_evaluation(
     """The config of an evaluation, with every value checked."""
     config = compose_config(overrides, config_name, config_path, EvaluationConfig)
     check_values(config)
+    check_path_given(config.custom_reward_function, "custom_reward_function")
     return config
 
 

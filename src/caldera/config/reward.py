@@ -12,12 +12,14 @@ from caldera.config.actor import STRATEGIES
 from caldera.config.fields import (
     ConfigGroup,
     as_list,
+    default_of,
     mapping,
     nested,
     option,
     precision,
     refused,
     shown,
+    walk,
 )
 from caldera.config.megatron import RewardMegatronConfig
 from caldera.config.profiling import ProfilerConfig
@@ -281,6 +283,15 @@ def check_native_model(config: PPOTrainerConfig, is_language_model: bool) -> Non
             f"reward_model.max_length={model.max_length}: {what}, and reads prompts whole; takes "
             "null; reward_model.rollout.prompt_length is the longest that it takes"
         )
+
+
+def check_path_given(
+    config: CustomRewardFunctionConfig | RewardManagerModuleConfig, group: str
+) -> None:
+    """What belongs to a custom function or manager comes with its file."""
+    for key, field, value in walk(config, f"{group}."):
+        if config.path is None and value != default_of(field):
+            raise ConfigError(f"{key}={shown(value)}: needs {group}.path=...")
 
 
 def check_reward_model(config: RewardModelConfig) -> None:

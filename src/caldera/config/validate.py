@@ -14,7 +14,7 @@ from caldera.config.machine import memories
 from caldera.config.optim import CONTENTS, CheckpointConfig, FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig, check_search
 from caldera.config.profiling import ProfilerConfig, check_profilers
-from caldera.config.reward import check_reward_model
+from caldera.config.reward import check_path_given, check_reward_model
 from caldera.config.rollout import ValKwargs, check_rollout
 from caldera.config.rollout_correction import (
     RolloutCorrectionConfig,
@@ -78,7 +78,8 @@ def _check_required(config: PPOTrainerConfig) -> None:
         if not value:
             raise ConfigError(f"{key} is required: give {key}=...")
     check_resume(config.trainer.resume_mode, config.trainer.resume_from_path)
-    _check_custom_scoring(config)
+    check_path_given(config.custom_reward_function, "custom_reward_function")
+    check_path_given(config.reward_manager.module, "reward_manager.module")
 
 
 def check_resume(mode: str, path: str | None) -> None:
@@ -92,20 +93,6 @@ def check_resume(mode: str, path: str | None) -> None:
             path,
             mode,
         )
-
-
-def _check_custom_scoring(config: PPOTrainerConfig) -> None:
-    """What belongs to a custom function or manager comes with its file."""
-    function, module = config.custom_reward_function, config.reward_manager.module
-    for group, node, names in (
-        ("custom_reward_function", function, ("name", "reward_kwargs")),
-        ("reward_manager.module", module, ("name",)),
-    ):
-        plain = type(node)()
-        for name in names:
-            value = getattr(node, name)
-            if node.path is None and value != getattr(plain, name):
-                raise ConfigError(f"{group}.{name}={shown(value)}: needs {group}.path=...")
 
 
 def _check_checkpoints(config: PPOTrainerConfig) -> None:

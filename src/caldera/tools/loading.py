@@ -20,6 +20,7 @@ from caldera.tools.schemas import OpenAIFunctionToolSchema
 
 __all__ = ["load_tools"]
 
+OWN = "as my.module.MyTool or path/to/file.py:MyTool"
 TOOLS = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 FUNCTIONS = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
 SHIPPED = {
@@ -104,13 +105,16 @@ def _tools_of(entry: Any, file: Path, where: str) -> list[BaseTool]:
 def _tool_class(name: Any, where: str) -> type[BaseTool]:
     """`pkg.mod.MyTool`, `file.py:MyTool`, or the name of a shipped one, also under verl's path."""
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"{where}={name!r} must name a class, such as pkg.mod.MyTool")
+        raise ConfigError(f"{where}={name!r} must name a class, {OWN}")
     module, _, cls = name.rpartition(".")
     ours = OF_VERL.get(cls, cls)
     if ours in SHIPPED and (not module or module.startswith("verl.")):
         name = f"caldera.tools.{SHIPPED[ours]}.{ours}"
     elif not module:
-        raise ConfigError(f"{where}={name!r} is none of the shipped tools: {', '.join(SHIPPED)}")
+        raise ConfigError(
+            f"{where}={name!r} is none of the shipped tools: {', '.join(SHIPPED)}; a custom one is "
+            f"named {OWN}"
+        )
     kind = load_class(name, BaseTool, where)  # type: ignore[type-abstract]
     if inspect.isabstract(kind):
         raise ConfigError(f"{where}={name}: it has no execute")

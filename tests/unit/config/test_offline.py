@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from caldera.commands.eval import load_evaluation
 from caldera.config import compose_config
 from caldera.config.offline import GenerationConfig, check_generation, resolve_generation
 from caldera.errors import ConfigError
@@ -55,3 +56,11 @@ def test_the_devices_of_the_machine_are_checked_too() -> None:
     check_generation(config)
     with pytest.raises(ConfigError, match=re.escape(f"{TENSOR_PARALLEL}=2 does not divide the 3")):
         resolve_generation(config, gpus=3)
+
+
+def test_an_evaluation_refuses_the_name_of_a_function_without_its_file() -> None:
+    function = "custom_reward_function"
+    data = "data.path=out.parquet"
+    load_evaluation([data, f"{function}.path=x.py", f"{function}.name=score"], "evaluation", None)
+    with pytest.raises(ConfigError, match=rf"{function}\.name='score': needs {function}\.path="):
+        load_evaluation([data, f"{function}.name=score"], "evaluation", None)

@@ -103,7 +103,10 @@ NATIVE = {"type": "native"}
     [
         ({"class_name": "CalculatorTool"}, r"tools\[0\].config.type=None must be native or mcp"),
         ({"class_name": "CalculatorTool", "config": {"type": "own"}}, "config.type='own'"),
-        ({"class_name": "Calculator", "config": NATIVE}, "none of the shipped tools"),
+        (
+            {"class_name": "Calculator", "config": NATIVE},
+            r"none of the shipped tools.*file.py:MyTool",
+        ),
         ({"config": NATIVE}, "class_name=None"),
         ({"class_name": "no_module_of_mine.Tool", "config": NATIVE}, "cannot be imported"),
         ({"class_name": "caldera.tools.ToolResponse", "config": NATIVE}, "derived from BaseTool"),
