@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +19,8 @@ from caldera.data.sampler import (
     create_sampler,
 )
 from caldera.errors import CalderaError, CheckpointError, ConfigError, DataError
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from caldera.config import DataConfig
@@ -229,7 +232,8 @@ class StatefulLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the batch after the latest one that the saved loader had handed out.
 
-        To be called before the first batch is taken.
+        To be called before the first batch is taken. With another number of rows, the epoch goes on
+        at the same batch of their order; it has ended if there are not that many.
         """
         names = {
             "dataset_length": "the number of training rows",
@@ -242,14 +246,28 @@ class StatefulLoader:
         state = {"sampler": None, **state}  # states from before there were samplers lack it
         if missing := {"epoch", "batches_done", *names} - state.keys():
             raise CheckpointError(f"the state of the data loader lacks {sorted(missing)}")
+        rows, rows_now = state["dataset_length"], len(self.dataset)
+        rows_may_change = self._sampled is None
         for field, now in self._identity().items():
-            if state[field] != now:
+            if state[field] != now and not (field == "dataset_length" and rows_may_change):
                 raise CheckpointError(
                     f"the checkpoint's data order does not fit: {names[field]} was "
                     f"{state[field]} when it was saved and is {now} now; set it back, or start a "
                     "new run with the checkpoint's weights as its model"
                 )
         self.epoch, self.batches_done = state["epoch"], state["batches_done"]
+        if rows != rows_now:
+            if self.batches_done >= len(self):
+                self.epoch, self.batches_done = self.epoch + 1, 0
+            logger.warning(
+                "the number of training rows was %d when the checkpoint was saved and is %d now: "
+                "the run goes on with batch %d of epoch %d in the order of the new rows, of which "
+                "some may have been trained on in this epoch and others never are",
+                rows,
+                rows_now,
+                self.batches_done + 1,
+                self.epoch + 1,
+            )
         if self._sampled is not None:
             self._sampled.restore(state, self.epoch, self.batches_done * self.batch_size)
 

@@ -152,7 +152,6 @@ def test_the_global_random_state_is_left_alone(num_workers: int) -> None:
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (StatefulLoader(Numbers(9), 2, seed=0), "number of training rows was 8 .* is 9 now"),
         (StatefulLoader(Numbers(8), 4, seed=0), "data.train_batch_size was 2 .* is 4 now"),
         (StatefulLoader(Numbers(8), 2, seed=1), "data.seed was 0 .* is 1 now"),
         (StatefulLoader(Numbers(8), 2, seed=0, shuffle=False), "data.shuffle was True .* False"),
@@ -162,6 +161,28 @@ def test_a_state_of_another_loader_is_refused(other: StatefulLoader, said: str) 
     state = StatefulLoader(Numbers(8), 2, seed=0).state_dict()
     with pytest.raises(CheckpointError, match=said):
         other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("done", "rows", "then"),
+    [
+        (1, 12, [[2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]),  # rows that were added are taken, too
+        (1, 6, [[2, 3], [4, 5]]),
+        (3, 6, [[0, 1], [2, 3], [4, 5]]),  # that epoch is over: the next one
+        (4, 6, [[0, 1], [2, 3], [4, 5]]),  # saved at the end of an epoch
+    ],
+)
+def test_another_number_of_rows_goes_on_at_the_same_batch(
+    done: int, rows: int, then: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = StatefulLoader(Numbers(8), 2, seed=0, shuffle=False)
+    batches = iter(saved)
+    for _ in range(done):
+        next(batches)
+    loader = StatefulLoader(Numbers(rows), 2, seed=0, shuffle=False)
+    loader.load_state_dict(saved.state_dict())
+    assert [numbers(batch) for batch in loader] == then
+    assert f"training rows was 8 when the checkpoint was saved and is {rows} now" in caplog.text
 
 
 def test_an_incomplete_state_is_refused() -> None:
