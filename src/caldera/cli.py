@@ -20,6 +20,7 @@ from caldera.trainer.entry import (
     run_entry_point,
     split_overrides,
     stopped,
+    text_parser,
 )
 
 
@@ -36,59 +37,38 @@ class Command:
     """The config whose keys it takes."""
 
 
+def of_module(help: str, module: str) -> Command:
+    """A command that is a module."""
+    return Command(help, f"{module}:main", f"{module}:parser")
+
+
+def of_keys(help: str, command: str) -> Command:
+    """A command that takes `key=value ...`."""
+    return Command(
+        f"{help}: key=value ...", f"{command}.main", f"{command}.parser", f"{command}.schema"
+    )
+
+
 COMMANDS = {
-    "train": Command(
-        "train by reinforcement learning: key=value ...",
-        "caldera.trainer.main_ppo:main",
-        "caldera.trainer.main_ppo:TRAIN.parser",
-        "caldera.config:PPOTrainerConfig",
+    "train": of_keys("train by reinforcement learning", "caldera.trainer.main_ppo:TRAIN"),
+    "sft": of_keys("fine-tune on responses or conversations", "caldera.trainer.sft_trainer:SFT"),
+    "rm": of_keys(
+        "train a reward model on pairs of responses", "caldera.trainer.rm_trainer:REWARD_MODEL"
     ),
-    "sft": Command(
-        "fine-tune on responses or conversations: key=value ...",
-        "caldera.trainer.sft_trainer:SFT.main",
-        "caldera.trainer.sft_trainer:SFT.parser",
-        "caldera.config:SFTTrainerConfig",
+    "dpo": of_keys("train a policy on pairs of responses", "caldera.trainer.dpo_trainer:DPO"),
+    "generate": of_keys(
+        "sample responses to the prompts of a file", "caldera.commands.generate:GENERATE"
     ),
-    "rm": Command(
-        "train a reward model on pairs of responses: key=value ...",
-        "caldera.trainer.rm_trainer:REWARD_MODEL.main",
-        "caldera.trainer.rm_trainer:REWARD_MODEL.parser",
-        "caldera.config.preference:RewardModelTrainerConfig",
-    ),
-    "dpo": Command(
-        "train a policy on pairs of responses: key=value ...",
-        "caldera.trainer.dpo_trainer:DPO.main",
-        "caldera.trainer.dpo_trainer:DPO.parser",
-        "caldera.config.preference:DPOTrainerConfig",
-    ),
-    "generate": Command(
-        "sample responses to the prompts of a file: key=value ...",
-        "caldera.commands.generate:main",
-        "caldera.commands.generate:GENERATE.parser",
-        "caldera.config.offline:GenerationConfig",
-    ),
-    "eval": Command(
-        "score a file of responses: key=value ...",
-        "caldera.commands.eval:main",
-        "caldera.commands.eval:EVALUATE.parser",
-        "caldera.config.offline:EvaluationConfig",
-    ),
-    "serve": Command(
-        "serve a model behind OpenAI's protocol: key=value ...",
-        "caldera.commands.serve:main",
-        "caldera.commands.serve:SERVE.parser",
-        "caldera.config.serve:ServeConfig",
-    ),
+    "eval": of_keys("score a file of responses", "caldera.commands.eval:EVALUATE"),
+    "serve": of_keys("serve a model behind OpenAI's protocol", "caldera.commands.serve:SERVE"),
     "plan": Command(
         "what a training run would do and need: key=value ...",
         "caldera.commands.plan:main",
         "caldera.commands.plan:parser",
         "caldera.config:PPOTrainerConfig",
     ),
-    "doctor": Command(
-        "what of this machine works, and how to mend the rest",
-        "caldera.commands.doctor:main",
-        "caldera.commands.doctor:parser",
+    "doctor": of_module(
+        "what of this machine works, and how to mend the rest", "caldera.commands.doctor"
     ),
     "data": Command(
         "prepare public data sets, check data files",
@@ -106,25 +86,18 @@ COMMANDS = {
     "report": Command(
         "make one page of a run's folder", "caldera.cli:report", "caldera.cli:report_parser"
     ),
-    "merge": Command(
-        "make a Hugging Face folder of a checkpoint",
-        "caldera.commands.merge:main",
-        "caldera.commands.merge:parser",
-    ),
+    "merge": of_module("make a Hugging Face folder of a checkpoint", "caldera.commands.merge"),
     "sandbox": Command(
         "run programs that a model wrote, for others",
         "caldera.cli:sandbox",
         "caldera.cli:sandbox_parser",
     ),
-    "repeat": Command(
-        "what has changed since a run, and the command that repeats it",
-        "caldera.commands.repeat:main",
-        "caldera.commands.repeat:parser",
+    "repeat": of_module(
+        "what has changed since a run, and the command that repeats it", "caldera.commands.repeat"
     ),
-    "migrate": Command(
+    "migrate": of_module(
         "read a launch script of verl's: what changes, and a short equivalent",
-        "caldera.commands.migrate:main",
-        "caldera.commands.migrate:parser",
+        "caldera.commands.migrate",
     ),
     "completion": Command(
         "print a script that completes commands, options and keys in a shell",
@@ -195,17 +168,18 @@ def _named(target: str) -> Any:
 
 
 def data(arguments: list[str]) -> int:
-    from caldera.data.prepare.command import DataCommand
+    from caldera.data.prepare.command import parser, run
     from caldera.reward_score.routing import find_scorer
 
-    command = DataCommand(arguments, find_scorer)
-    return run_entry_point(command.run) or command.status
+    options = parser().parse_args(arguments)
+    return run_entry_point(lambda: run(options, find_scorer))
 
 
 def retriever(arguments: list[str]) -> int:
-    from caldera.search_agent.retriever.command import RetrieverCommand
+    from caldera.search_agent.retriever.command import parser, run
 
-    return run_entry_point(RetrieverCommand(arguments).run)
+    options = parser().parse_args(arguments)
+    return run_entry_point(lambda: run(options))
 
 
 DEMO_HELP = """\
@@ -220,11 +194,7 @@ multiply.
 
 
 def demo_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="caldera demo",
-        description=DEMO_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = text_parser("caldera demo", DEMO_HELP)
     parser.add_argument(
         "--model", choices=["tiny", "smollm2"], default="tiny", help="which model learns (tiny)"
     )
@@ -308,8 +278,7 @@ def sandbox(arguments: list[str]) -> int:
         from caldera.sandbox import Limits
         from caldera.sandbox.server import serve
 
-        cpu_seconds = math.ceil(parsed.seconds)
-        limits = Limits(parsed.seconds, cpu_seconds, parsed.memory_mb)
+        limits = Limits(parsed.seconds, math.ceil(parsed.seconds), parsed.memory_mb)
         serve(parsed.host, parsed.port, parsed.slots, limits, parsed.allow_unsafe)
 
     return run_entry_point(start)
@@ -325,11 +294,7 @@ Print a script that completes commands, options, config keys and their choices.
 
 
 def completion_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="caldera completion",
-        description=COMPLETION_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = text_parser("caldera completion", COMPLETION_HELP)
     parser.add_argument("shell", choices=SHELLS, help="which shell it is for")
     return parser
 

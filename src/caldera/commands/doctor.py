@@ -24,6 +24,7 @@ from caldera.errors import CalderaError
 from caldera.installation import checkout, install_command
 from caldera.storage.paths import cache_folder
 from caldera.tracking.progress import print_line, print_table
+from caldera.trainer.entry import text_parser
 
 # ---- Asking an interpreter, this one or another, which libraries it can import
 
@@ -513,11 +514,7 @@ COLOURS = {State.OK: "green", State.ABSENT: "dim", State.DOUBTFUL: "yellow", Sta
 
 def parser() -> argparse.ArgumentParser:
     """What reads the command line."""
-    parser = argparse.ArgumentParser(
-        prog="caldera doctor",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = text_parser("caldera doctor", HELP)
     parser.add_argument(
         "--engine-python",
         type=Path,

@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from caldera.config import compose_config
-from caldera.config.fields import check_values
 from caldera.config.offline import EvaluationConfig
 from caldera.config.reward import check_path_given
 from caldera.trainer.entry import ConfigCommand
 
 if TYPE_CHECKING:
     from caldera.reward.custom import ScoreFunction
-
-
-EVALUATE = ConfigCommand(
-    prog="caldera eval",
-    description="""\
-Score the answers in a parquet file, as `caldera generate` writes it: by the
-scorer of each row's data source, or by a function of your own. Shows mean@n,
-pass@k, best@k and maj@k with 95 % intervals, and writes a JSON file and a page
-with the answers that do not pass.
-
-  caldera eval data.path=out.parquet
-  caldera eval data.path=new.parquet data.compare_path=old.parquet
-  caldera eval data.path=out.parquet custom_reward_function.path=my_score.py
-""",
-    config_name="evaluation",
-    schema=EvaluationConfig,
-)
 
 
 @dataclass
@@ -62,20 +42,29 @@ def run_eval(config: EvaluationConfig) -> None:
     print_scores(evaluate(config, scoring))
 
 
-def load_evaluation(
-    overrides: Sequence[str], config_name: str, config_path: str | None
-) -> EvaluationConfig:
-    """The config of an evaluation, with every value checked."""
-    config = compose_config(overrides, config_name, config_path, EvaluationConfig)
-    check_values(config)
+def check_evaluation(config: EvaluationConfig) -> None:
+    """Keys fit together."""
     check_path_given(config.custom_reward_function, "custom_reward_function")
-    return config
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    return EVALUATE.run(EVALUATE.read(argv), load_evaluation, run_eval)
+EVALUATE = ConfigCommand(
+    prog="caldera eval",
+    description="""\
+Score the answers in a parquet file, as `caldera generate` writes it: by the
+scorer of each row's data source, or by a function of your own. Shows mean@n,
+pass@k, best@k and maj@k with 95 % intervals, and writes a JSON file and a page
+with the answers that do not pass.
 
+  caldera eval data.path=out.parquet
+  caldera eval data.path=new.parquet data.compare_path=old.parquet
+  caldera eval data.path=out.parquet custom_reward_function.path=my_score.py
+""",
+    config_name="evaluation",
+    schema=EvaluationConfig,
+    work=run_eval,
+    check=check_evaluation,
+)
+main = EVALUATE.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
-from caldera.config import compose_config
-from caldera.config.fields import check_values
 from caldera.config.offline import GenerationConfig, check_generation
 from caldera.trainer.entry import ConfigCommand
+
+
+def run_generation(config: GenerationConfig) -> None:
+    """Sample as the config says."""
+    from caldera.commands.generation import generate  # torch takes seconds to import
+
+    generate(config)
+
 
 GENERATE = ConfigCommand(
     prog="caldera generate",
@@ -25,30 +30,10 @@ A run that was ended goes on when the same command is given again.
 """,
     config_name="generation",
     schema=GenerationConfig,
+    work=run_generation,
+    check=check_generation,
 )
-
-
-def load_generation(
-    overrides: Sequence[str], config_name: str, config_path: str | None
-) -> GenerationConfig:
-    """The config of a generation, with every value checked."""
-    config = compose_config(overrides, config_name, config_path, GenerationConfig)
-    check_values(config)
-    check_generation(config)
-    return config
-
-
-def run_generation(config: GenerationConfig) -> None:
-    """Sample as the config says."""
-    from caldera.commands.generation import generate  # torch takes seconds to import
-
-    generate(config)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    return GENERATE.run(GENERATE.read(argv), load_generation, run_generation)
-
+main = GENERATE.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -76,42 +76,6 @@ OF_TRAINING = (
 )
 """How keys of these groups begin that say nothing of what is sampled."""
 
-GENERATE: ConfigCommand[Any] = ConfigCommand(
-    prog="python3 -m caldera.trainer.main_generation_server",
-    description="""\
-`caldera generate` with the keys of `caldera train`: answers to the prompts of
-data.train_files, actor_rollout_ref.rollout.n of them each, are written to
-data.output_path. Keys of training are not read.
-
-  python3 -m caldera.trainer.main_generation_server data.train_files=test.parquet \\
-    actor_rollout_ref.model.path=MODEL actor_rollout_ref.rollout.n=4 \\
-    +data.output_path=out.parquet
-""",
-    config_name="ppo_trainer",
-    schema=PPOTrainerConfig,
-)
-
-
-def load_served_generation(
-    overrides: Sequence[str], config_name: str, config_path: str | None
-) -> GenerationConfig:
-    """The generation that a config of training asks for, with every value checked."""
-    is_output = [text.partition("=")[0].lstrip("+") == OUTPUT for text in overrides]
-    of_run = [text for text, told in zip(overrides, is_output, strict=True) if not told]
-    given = compose_config(of_run, config_name, config_path, PPOTrainerConfig)
-    check_values(given)
-    _check_unread(given, compose_config([], "ppo_trainer", None, PPOTrainerConfig))
-    outputs = [text for text, told in zip(overrides, is_output, strict=True) if told]
-    made = _generation(given, read_override(outputs[-1])[1] if outputs else None)
-    check_values(made)
-    check_generation(made)
-    return made
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    return GENERATE.run(GENERATE.read(argv), load_served_generation, run_generation)
-
 
 def _check_unread(given: PPOTrainerConfig, usual: PPOTrainerConfig) -> None:
     """No key is set that would change what is sampled, and that nothing here reads."""
@@ -156,6 +120,42 @@ def _one_file(files: Any) -> str:
         raise ConfigError(f"data.train_files={shown(files)}: takes one file, with the prompts")
     return str(listed[0])
 
+
+class ServedGeneration(ConfigCommand[Any]):
+    """A command whose keys are those of training, and that does what a generation's say."""
+
+    def load(
+        self, overrides: Sequence[str], config_name: str, config_path: str | None
+    ) -> GenerationConfig:
+        """The generation that a config of training asks for, with every value checked."""
+        is_output = [text.partition("=")[0].lstrip("+") == OUTPUT for text in overrides]
+        of_run = [text for text, told in zip(overrides, is_output, strict=True) if not told]
+        given = compose_config(of_run, config_name, config_path, PPOTrainerConfig)
+        check_values(given)
+        _check_unread(given, compose_config([], "ppo_trainer", None, PPOTrainerConfig))
+        outputs = [text for text, told in zip(overrides, is_output, strict=True) if told]
+        made = _generation(given, read_override(outputs[-1])[1] if outputs else None)
+        check_values(made)
+        check_generation(made)
+        return made
+
+
+GENERATE = ServedGeneration(
+    prog="python3 -m caldera.trainer.main_generation_server",
+    description="""\
+`caldera generate` with the keys of `caldera train`: answers to the prompts of
+data.train_files, actor_rollout_ref.rollout.n of them each, are written to
+data.output_path. Keys of training are not read.
+
+  python3 -m caldera.trainer.main_generation_server data.train_files=test.parquet \\
+    actor_rollout_ref.model.path=MODEL actor_rollout_ref.rollout.n=4 \\
+    +data.output_path=out.parquet
+""",
+    config_name="ppo_trainer",
+    schema=PPOTrainerConfig,
+    work=run_generation,
+)
+main = GENERATE.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from caldera.errors import ConfigError, UnsupportedError
-from caldera.trainer.entry import run_entry_point
+from caldera.trainer.entry import run_entry_point, text_parser
 
 HELP = """\
 Make a Hugging Face folder out of a checkpoint, whichever strategy and number of
@@ -24,11 +24,7 @@ they are.
 
 def parser() -> argparse.ArgumentParser:
     """What the command takes: Caldera's options, and verl's."""
-    merge = argparse.ArgumentParser(
-        prog="caldera merge",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    merge = text_parser("caldera merge", HELP)
     merge.add_argument(
         "operation",
         nargs="?",

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from caldera.commands.eval import EVALUATE, load_evaluation
-from caldera.commands.generate import GENERATE, load_generation
+from caldera.commands.eval import EVALUATE
+from caldera.commands.generate import GENERATE
 from caldera.commands.launch_script import Launch, Script, is_of_shell, plain, quoted, stand_in
 from caldera.config import compose_config, config_to_dict, known_keys
 from caldera.config.fields import check_values, default_of, shown, walk
@@ -29,15 +29,13 @@ from caldera.config.sft import SFTTrainerConfig
 from caldera.errors import CalderaError, ConfigError, UnsupportedError
 from caldera.tracking.progress import print_line
 from caldera.trainer.dpo_trainer import DPO
-from caldera.trainer.entry import Asked, ConfigCommand, run_entry_point
+from caldera.trainer.entry import Asked, ConfigCommand, run_entry_point, text_parser
 from caldera.trainer.fsdp_sft_trainer import CLASSIC
-from caldera.trainer.main_ppo import TRAIN, load_training
+from caldera.trainer.main_ppo import TRAIN
 from caldera.trainer.rm_trainer import REWARD_MODEL
 from caldera.trainer.sft_trainer import CONVERSATIONS
 
 # ---- What becomes of the keys of one command
-
-Load = Callable[[Sequence[str], str, str | None], Any]
 
 
 @dataclass
@@ -59,14 +57,14 @@ class Study:
     """Keys that the script does not give and that are something else here."""
 
 
-def study(asked: Asked, schema: type, load: Load) -> Study:
+def study(asked: Asked, command: ConfigCommand[Any]) -> Study:
     """Look at each key by itself, then at all of them together."""
-    found = Study()
+    found, schema = Study(), command.schema
     with _quiet():
         checked = _checked(asked, schema, found)
         while True:
             try:
-                load(checked, asked.config_name, asked.config_path)
+                command.load(checked, asked.config_name, asked.config_path)
                 break
             except UnsupportedError as error:
                 unfit = _named_in(str(error), checked)
@@ -223,26 +221,21 @@ class Target:
     """`caldera NAME`, or the module where there is no such command."""
     module: str
     command: ConfigCommand[Any] | None
-    load: Load | None
-
-
-def _supervised(name: str, module: str, command: Any) -> Target:
-    return Target(name, module, command, command.load)
 
 
 TARGETS = {
-    "main_ppo": Target("train", "main_ppo", TRAIN, load_training),
-    "main_ppo_v0": Target("train", "main_ppo", TRAIN, load_training),
-    "main_dapo": Target("train", "main_ppo", TRAIN, load_training),
-    "main_generation": Target("generate", "main_generation", GENERATE, load_generation),
-    "main_generation_server": Target("", "main_generation_server", None, None),
-    "main_eval": Target("eval", "main_eval", EVALUATE, load_evaluation),
-    "fsdp_sft_trainer": _supervised("sft", "fsdp_sft_trainer", CLASSIC),
-    "sft_trainer": _supervised("", "sft_trainer", CONVERSATIONS),
-    "sft_trainer_ray": _supervised("", "sft_trainer_ray", CONVERSATIONS),
-    "rm_trainer": _supervised("rm", "rm_trainer", REWARD_MODEL),
-    "dpo_trainer": _supervised("dpo", "dpo_trainer", DPO),
-    "model_merger": Target("merge", "model_merger", None, None),
+    "main_ppo": Target("train", "main_ppo", TRAIN),
+    "main_ppo_v0": Target("train", "main_ppo", TRAIN),
+    "main_dapo": Target("train", "main_ppo", TRAIN),
+    "main_generation": Target("generate", "main_generation", GENERATE),
+    "main_generation_server": Target("", "main_generation_server", None),
+    "main_eval": Target("eval", "main_eval", EVALUATE),
+    "fsdp_sft_trainer": Target("sft", "fsdp_sft_trainer", CLASSIC),
+    "sft_trainer": Target("", "sft_trainer", CONVERSATIONS),
+    "sft_trainer_ray": Target("", "sft_trainer_ray", CONVERSATIONS),
+    "rm_trainer": Target("rm", "rm_trainer", REWARD_MODEL),
+    "dpo_trainer": Target("dpo", "dpo_trainer", DPO),
+    "model_merger": Target("merge", "model_merger", None),
 }
 FOLDER = re.compile(r"\$\(pwd\)|`pwd`|\$PWD\b|\$\{PWD\}")
 HOME = re.compile(r"^(\$HOME\b|\$\{HOME\})")
@@ -251,11 +244,7 @@ MODULE = re.compile(r"(?:(?:verl|recipe|caldera)[./](?:[\w]+[./])*|(?:.*/)?)(\w+
 
 def parser() -> argparse.ArgumentParser:
     """What the command takes."""
-    made = argparse.ArgumentParser(
-        prog="caldera migrate",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = text_parser("caldera migrate", HELP)
     made.add_argument("script", type=Path, help="a bash script that starts verl")
     made.add_argument(
         "--output", type=Path, metavar="FILE.yaml", help="write the keys to a config file, too"
@@ -266,13 +255,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parsed = parser().parse_args(sys.argv[1:] if argv is None else argv)
-    status = 0
-
-    def work() -> None:
-        nonlocal status
-        status = migrate(parsed.script, parsed.output)
-
-    return run_entry_point(work) or status
+    return run_entry_point(lambda: migrate(parsed.script, parsed.output))
 
 
 def migrate(path: Path, output: Path | None = None) -> int:
@@ -322,12 +305,12 @@ def _tell(path: Path, launch: Launch, place: int, output: Path | None) -> bool:
     start = _start(launch.words[:place], target)
     before = [f"{name}={value}" for name, value in launch.settings.items()]
     before += [f"export {name}={quoted(value)}" for name, value in launch.environment.items()]
-    if target.command is None or target.load is None:
+    if target.command is None:
         _section("The same here", [*before, " ".join([start, *map(quoted, arguments)])])
         return True
     asked = target.command.read(arguments)
     readable, missing = _with_its_file(asked, target.command)
-    found = study(readable, target.command.schema, target.load)
+    found = study(readable, target.command)
     _section("Renamed", found.renamed)
     _section("Refused, and left out below", found.refused)
     _section("Left out below, since the defaults say the same", found.needless)

@@ -11,7 +11,7 @@ from caldera.config.batches import needed_micro_batches
 from caldera.config.fields import check_values
 from caldera.config.validate import check_consistency
 from caldera.tracking.progress import print_line
-from caldera.trainer.entry import run_entry_point, split_overrides
+from caldera.trainer.entry import run_entry_point, split_overrides, text_parser
 
 HELP = """\
 Work out what a training run would do and need: how each step cuts its batch,
@@ -28,11 +28,7 @@ UNNAMED = "unnamed.parquet"
 
 def parser() -> argparse.ArgumentParser:
     """What reads the command line."""
-    parser = argparse.ArgumentParser(
-        prog="caldera plan",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = text_parser("caldera plan", HELP)
     parser.add_argument(
         "--device",
         default="h200",
@@ -57,19 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     arguments = parser().parse_args(options)
     overrides += getattr(arguments, "key=value")
-    fits = True
 
-    def work() -> None:
-        nonlocal fits
+    def work() -> int:
         config = _config(overrides, arguments.config_name, arguments.config_path)
         from caldera.commands.plan_report import show
         from caldera.commands.planning import device_bytes, make_plan
 
         plan = make_plan(config, device_bytes(arguments.device))
         show(plan, arguments.device)
-        fits = plan.fits
+        return int(not plan.fits)
 
-    return run_entry_point(work) or int(not fits)
+    return run_entry_point(work)
 
 
 def _config(overrides: list[str], name: str, path: str | None) -> PPOTrainerConfig:

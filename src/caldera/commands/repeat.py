@@ -21,7 +21,7 @@ from caldera.trainer.bundle import (
     surroundings,
     variables,
 )
-from caldera.trainer.entry import run_entry_point
+from caldera.trainer.entry import run_entry_point, text_parser
 from caldera.trainer.secrets import is_masked
 
 HELP = """\
@@ -129,11 +129,7 @@ def _version(packages: dict[str, str], name: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """What the command takes."""
-    made = argparse.ArgumentParser(
-        prog="caldera repeat",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = text_parser("caldera repeat", HELP)
     made.add_argument("bundle", type=Path, help="the bundle, or the folder of its run")
     made.add_argument(
         "--output", metavar="FOLDER", help="where the repeated run writes to (where the first did)"
@@ -145,9 +141,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     arguments = parser().parse_args(argv)
-    status: list[int] = []
 
-    def work() -> None:
+    def work() -> int:
         bundle = read_bundle(arguments.bundle)
         changed = list(differences(bundle))
         for line in changed or ["nothing has changed"]:
@@ -157,12 +152,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = [f"cd {shlex.quote(directory)}", *_settings(bundle), shlex.join(command)]
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.flush()
-        if arguments.run:
-            check_command(bundle)
-            environment = environment_of(bundle)
-            status.append(subprocess.run(command, cwd=directory, env=environment).returncode)
+        if not arguments.run:
+            return 0
+        check_command(bundle)
+        return subprocess.run(command, cwd=directory, env=environment_of(bundle)).returncode
 
-    return run_entry_point(work) or (status[0] if status else 0)
+    return run_entry_point(work)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,8 +18,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from caldera.config import ModelConfig, compose_config
-from caldera.config.fields import check_values
+from caldera.config import ModelConfig
 from caldera.config.machine import log_chosen
 from caldera.config.samplers import check_untrained
 from caldera.config.serve import ServeConfig, check_serve, resolve_serve, served_sampler
@@ -187,28 +186,10 @@ requests in flight have their answers.
 """,
     config_name="serve",
     schema=ServeConfig,
+    work=serve,
+    check=check_serve,
 )
-
-
-def load_serving(
-    overrides: Sequence[str], config_name: str, config_path: str | None
-) -> ServeConfig:
-    """The config of a server, with every value checked."""
-    config = compose_config(overrides, config_name, config_path, ServeConfig)
-    check_values(config)
-    check_serve(config)
-    return config
-
-
-def run_server(config: ServeConfig) -> None:
-    """Serve until told to stop."""
-    serve(config)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    return SERVE.run(SERVE.read(argv), load_serving, run_server)
-
+main = SERVE.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,9 +6,10 @@ The same as `python3 -m caldera.trainer.dpo_trainer`, which may also be started 
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from caldera.config.preference import DPOTrainerConfig
-from caldera.trainer.sft import SupervisedCommand
+from caldera.trainer.sft import SupervisedCommand, train
 
 DPO = SupervisedCommand(
     prog="caldera dpo",
@@ -21,7 +22,7 @@ preference optimisation.
 """,
     config_name="dpo_trainer",
     schema=DPOTrainerConfig,
-    objective="caldera.workers.preference:DIRECT",
+    work=partial(train, "caldera.workers.preference:DIRECT"),
 )
 
 if __name__ == "__main__":

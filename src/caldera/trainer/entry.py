@@ -26,6 +26,7 @@ from caldera.config import (
     help_text,
     known_keys,
 )
+from caldera.config.fields import check_values
 from caldera.errors import CalderaError, ConfigError, UnsupportedError
 from caldera.tracking.progress import LogHandler
 
@@ -76,6 +77,15 @@ VERLS_FOLDER = "config"
 C = TypeVar("C")
 
 
+def text_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser whose help shows the description as it is written, with its examples."""
+    return argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """(options, config overrides), which may stand in any order: argparse would mind."""
     overrides = [text for text in arguments if "=" in text and not text.startswith("-")]
@@ -94,8 +104,8 @@ def leave_to_rank_0() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def run_entry_point(work: Callable[[], None], tell: Callable[[str], str] = str) -> int:
-    """Run the work; returns the exit status.
+def run_entry_point(work: Callable[[], int | None], tell: Callable[[str], str] = str) -> int:
+    """Run the work; returns the exit status, which is the work's own where it returns one.
 
     A mistake of the user's becomes one message, as `tell` puts it, and status 2; Ctrl-C becomes
     one message, and status 130.
@@ -106,7 +116,7 @@ def run_entry_point(work: Callable[[], None], tell: Callable[[str], str] = str) 
         if os.environ.get(SFT_LEVEL):
             logging.getLogger("caldera.trainer.sft").setLevel(log_level(SFT_LEVEL, "INFO"))
         check_environment()
-        work()
+        return work() or 0
     except CalderaError as error:
         _show_traceback()
         told = "\n".join([str(error), *getattr(error, "__notes__", ())])  # where it came up
@@ -114,7 +124,6 @@ def run_entry_point(work: Callable[[], None], tell: Callable[[str], str] = str) 
         return USER_ERROR
     except KeyboardInterrupt as stop:
         return stopped(stop)
-    return 0
 
 
 def stopped(stop: KeyboardInterrupt) -> int:
@@ -173,6 +182,10 @@ class ConfigCommand(Generic[C]):
     """Its first paragraph says what it does; examples follow."""
     config_name: str
     schema: type[C]
+    work: Callable[[C], None]
+    """What it does. Modules that take seconds to import are imported there."""
+    check: Callable[[C], None] = field(default=lambda config: None, kw_only=True)
+    """Whether keys fit together, each of which has a value that it takes."""
     takes_torchrun: bool = field(default=False, kw_only=True)
     """Whether processes of torchrun's can be its ranks."""
 
@@ -223,12 +236,18 @@ class ConfigCommand(Generic[C]):
         path = _own_or_given(given.config_path, name)
         return Asked(overrides, name, path, given.help, given.cfg, argv is None)
 
-    def run(
-        self,
-        asked: Asked,
-        load: Callable[[Sequence[str], str, str | None], C],
-        work: Callable[[C], None],
-    ) -> int:
+    def load(self, overrides: Sequence[str], config_name: str, config_path: str | None) -> C:
+        """The config, with every value checked."""
+        config = compose_config(overrides, config_name, config_path, self.schema)
+        check_values(config)
+        self.check(config)
+        return config
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """The command line; returns the exit status."""
+        return self.run(self.read(argv))
+
+    def run(self, asked: Asked) -> int:
         """Show what was asked for, or do the work; returns the exit status."""
         source = (asked.overrides, asked.config_name, asked.config_path)
         rank = None if self.takes_torchrun else torchrun_rank()
@@ -244,13 +263,14 @@ class ConfigCommand(Generic[C]):
             if asked.cfg == "short":
                 composed = compose_config(*source, self.schema)
                 sys.stdout.write(annotated_yaml(composed, SHORT_PROFILE))
-                load(*source)  # a file to start from may be unfinished; what it lacks is an error
+                # A file to start from may be unfinished; what it lacks is an error.
+                self.load(*source)
             elif asked.cfg == "job":
-                sys.stdout.write(annotated_yaml(load(*source)))
+                sys.stdout.write(annotated_yaml(self.load(*source)))
             else:
                 if rank is not None:
                     raise self._refused_torchrun()
-                work(load(*source))
+                self.work(self.load(*source))
 
         status = run_entry_point(show_or_work, self._in_own_words)
         return leave_if_stopped(status) if asked.is_of_process else status

@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
-from caldera.config import PPOTrainerConfig, load_config
+from caldera.config import PPOTrainerConfig
 from caldera.config.estimators import check_group_size
+from caldera.config.validate import check_consistency
 from caldera.trainer.entry import ConfigCommand
 
-TRAIN = ConfigCommand(
-    prog="caldera train",
-    description="""\
-Train a language model by reinforcement learning: it answers prompts, the answers
-are scored, and it learns from the scores.
 
-  caldera train data.train_files=train.parquet data.val_files=test.parquet \\
-    actor_rollout_ref.model.path=MODEL algorithm.adv_estimator=grpo \\
-    actor_rollout_ref.rollout.n=8 data.train_batch_size=64 \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
-    actor_rollout_ref.actor.use_dynamic_bsz=True
-  caldera train --config-path=FOLDER --config-name=my_run trainer.total_epochs=3
-  caldera train --help algorithm.adv_estimator
-""",
-    config_name="ppo_trainer",
-    schema=PPOTrainerConfig,
-)
-
-
-def load_training(
-    overrides: Sequence[str], config_name: str, config_path: str | None
-) -> PPOTrainerConfig:
-    """The config of a run, with every value checked, and that its estimator can work with
-    `rollout.n`. Estimators of the user's own, which no module has registered yet, are not looked
-    at."""
-    config = load_config(overrides, config_name, config_path)
+def check_training(config: PPOTrainerConfig) -> None:
+    """Keys fit together, and the estimator can work with `rollout.n`. Estimators of the user's own,
+    which no module has registered yet, are not looked at."""
+    check_consistency(config)
     check_responses(config)
-    return config
 
 
 def check_responses(config: PPOTrainerConfig) -> None:
@@ -61,10 +39,26 @@ def train(config: PPOTrainerConfig) -> None:
     tell_end(config)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    return TRAIN.run(TRAIN.read(argv), load_training, train)
+TRAIN = ConfigCommand(
+    prog="caldera train",
+    description="""\
+Train a language model by reinforcement learning: it answers prompts, the answers
+are scored, and it learns from the scores.
 
+  caldera train data.train_files=train.parquet data.val_files=test.parquet \\
+    actor_rollout_ref.model.path=MODEL algorithm.adv_estimator=grpo \\
+    actor_rollout_ref.rollout.n=8 data.train_batch_size=64 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    actor_rollout_ref.actor.use_dynamic_bsz=True
+  caldera train --config-path=FOLDER --config-name=my_run trainer.total_epochs=3
+  caldera train --help algorithm.adv_estimator
+""",
+    config_name="ppo_trainer",
+    schema=PPOTrainerConfig,
+    work=train,
+    check=check_training,
+)
+main = TRAIN.main
 
 if __name__ == "__main__":
     sys.exit(main())

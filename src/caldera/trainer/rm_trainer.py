@@ -6,9 +6,10 @@ The same as `python3 -m caldera.trainer.rm_trainer`, which may also be started b
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from caldera.config.preference import RewardModelTrainerConfig
-from caldera.trainer.sft import SupervisedCommand
+from caldera.trainer.sft import SupervisedCommand, train
 
 REWARD_MODEL = SupervisedCommand(
     prog="caldera rm",
@@ -20,7 +21,7 @@ Train a reward model on pairs of responses, of which one was preferred.
 """,
     config_name="rm_trainer",
     schema=RewardModelTrainerConfig,
-    objective="caldera.workers.preference:REWARD_MODEL",
+    work=partial(train, "caldera.workers.preference:REWARD_MODEL"),
 )
 
 if __name__ == "__main__":

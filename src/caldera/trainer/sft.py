@@ -42,7 +42,7 @@ from caldera.trainer.entry import ConfigCommand, leave_to_rank_0, run_entry_poin
 from caldera.trainer.groups import MakeGroups, run_where_asked
 from caldera.trainer.loop import TRAINERS, TrainingLoop, total_training_steps
 from caldera.trainer.metrics import Metrics, marked_timer, rank_metrics
-from caldera.trainer.running import check_folders, locked_run, stop_told
+from caldera.trainer.running import check_folders, locked_run, stop_told, tell_end
 from caldera.workers import SupervisedWorker
 from caldera.workers.building import ChosenWorker
 from caldera.workers.supervised import MODEL_KEY, Objective
@@ -311,10 +311,8 @@ def _torchrun_groups(
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedCommand(ConfigCommand[SFTTrainerConfig]):
-    """`key=value ...` for one objective, which is named so that torch is imported late."""
+    """`key=value ...` for one objective."""
 
-    objective: str
-    """`module:NAME`."""
     overrides: tuple[str, ...] = ()
     """What this command always says."""
     takes_torchrun: bool = True
@@ -324,8 +322,9 @@ class SupervisedCommand(ConfigCommand[SFTTrainerConfig]):
         asked = self.read(argv)
         if _is_served_by_another():
             leave_to_rank_0()
-            return 0 if asked.only_tells else run_entry_point(_serve)  # telling is for rank 0
-        return self.run(asked, self.load, self._train)
+            # telling is for rank 0
+            return 0 if asked.only_tells else run_entry_point(serve_torchrun)
+        return self.run(asked)
 
     def load(
         self, overrides: Sequence[str], config_name: str, config_path: str | None
@@ -334,18 +333,14 @@ class SupervisedCommand(ConfigCommand[SFTTrainerConfig]):
         given = [*self.overrides, *overrides]
         return load_supervised_config(given, config_name, config_path, self.schema)
 
-    def _train(self, config: SFTTrainerConfig) -> None:
-        from caldera.trainer.running import tell_end
 
-        module, _, name = self.objective.partition(":")
-        run(config, getattr(importlib.import_module(module), name))
-        tell_end(config)
+def train(objective: str, config: SFTTrainerConfig) -> None:
+    """Train on the objective `module:NAME`, and tell where everything is."""
+    module, _, name = objective.partition(":")
+    run(config, getattr(importlib.import_module(module), name))
+    tell_end(config)
 
 
 def _is_served_by_another() -> bool:
     """Whether this is a process of torchrun's that another one gives its work to."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0"
-
-
-def _serve() -> None:
-    serve_torchrun()

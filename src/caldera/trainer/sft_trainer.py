@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 
 from caldera.config import SFTTrainerConfig
-from caldera.trainer.sft import SupervisedCommand
+from caldera.trainer.sft import SupervisedCommand, train
 
 SFT = SupervisedCommand(
     prog="caldera sft",
@@ -23,7 +24,7 @@ Fine-tune a language model on responses, or on whole conversations.
 """,
     config_name="sft_trainer",
     schema=SFTTrainerConfig,
-    objective="caldera.workers.supervised:FINE_TUNING",
+    work=partial(train, "caldera.workers.supervised:FINE_TUNING"),
 )
 CONVERSATIONS = replace(
     SFT, prog="python3 -m caldera.trainer.sft_trainer", config_name="sft_trainer_engine"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from caldera.commands.eval import load_evaluation
+from caldera.commands.eval import EVALUATE
 from caldera.config import compose_config
 from caldera.config.offline import GenerationConfig, check_generation, resolve_generation
 from caldera.errors import ConfigError
@@ -61,6 +61,6 @@ def test_the_devices_of_the_machine_are_checked_too() -> None:
 def test_an_evaluation_refuses_the_name_of_a_function_without_its_file() -> None:
     function = "custom_reward_function"
     data = "data.path=out.parquet"
-    load_evaluation([data, f"{function}.path=x.py", f"{function}.name=score"], "evaluation", None)
+    EVALUATE.load([data, f"{function}.path=x.py", f"{function}.name=score"], "evaluation", None)
     with pytest.raises(ConfigError, match=rf"{function}\.name='score': needs {function}\.path="):
-        load_evaluation([data, f"{function}.name=score"], "evaluation", None)
+        EVALUATE.load([data, f"{function}.name=score"], "evaluation", None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from caldera.commands.generate import load_generation
-from caldera.commands.generation_server import load_served_generation
+from caldera.commands import generation_server
+from caldera.commands.generate import GENERATE
 from caldera.config import PPOTrainerConfig, load_config
 from caldera.config.offline import generation_sampler
 from caldera.errors import CalderaError
@@ -112,15 +112,13 @@ GENERATION = ("data.path=a", "data.output_path=b.parquet", "model.path=m")
 
 
 def test_generation_hands_them_to_its_samplers() -> None:
-    given = load_generation(
-        [*GENERATION, *(f"rollout.{text}" for text in GIVEN)], "generation", None
-    )
+    given = GENERATE.load([*GENERATION, *(f"rollout.{text}" for text in GIVEN)], "generation", None)
     made = generation_sampler(given)
     assert {key: made[key] for key in KEYS} == KEYS
 
 
 def test_generation_with_the_keys_of_training_hands_them_on() -> None:
-    made = load_served_generation(
+    made = generation_server.GENERATE.load(
         [
             "data.train_files=a.parquet", "actor_rollout_ref.model.path=m",
             "+data.output_path=b.parquet", *(f"{ROLLOUT}.{text}" for text in GIVEN),
@@ -150,4 +148,4 @@ def test_generation_with_the_keys_of_training_hands_them_on() -> None:
 )
 def test_generation_refuses(overrides: list[str], message: str) -> None:
     with pytest.raises(CalderaError, match=message):
-        load_generation([*GENERATION, *overrides], "generation", None)
+        GENERATE.load([*GENERATION, *overrides], "generation", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from caldera.commands.serve import load_serving
+from caldera.commands.serve import SERVE
 from caldera.config.rollout import RolloutConfig
 from caldera.config.samplers import SAMPLERS
 from caldera.config.serve import ServeConfig, served_sampler
@@ -16,7 +16,7 @@ def sampler_config(config: ServeConfig, length: int) -> RolloutConfig:
 
 
 def test_engines_get_their_keys() -> None:
-    config = load_serving(
+    config = SERVE.load(
         [
             "model.path=x", "rollout.name=vllm", "rollout.engine_python=/opt/vllm/bin/python",
             "+rollout.engine_kwargs.max_logprobs=5", "rollout.tensor_model_parallel_size=2",
@@ -35,7 +35,7 @@ def test_engines_get_their_keys() -> None:
 
 def test_a_server_elsewhere_gets_its_address() -> None:
     remote = ["rollout.name=remote", "rollout.remote.url=http://host:1", "rollout.remote.model=m"]
-    sampler = sampler_config(load_serving(["model.path=x", *remote], "serve", None), 100)
+    sampler = sampler_config(SERVE.load(["model.path=x", *remote], "serve", None), 100)
     assert (sampler.name, sampler.remote.url, sampler.remote.model) == (
         "remote", "http://host:1", "m",
     )  # fmt: skip
@@ -52,7 +52,7 @@ def test_a_server_elsewhere_gets_its_address() -> None:
 def test_log_probs_are_the_models_unless_others_are_asked_for(
     overrides: list[str], mode: str
 ) -> None:
-    config = load_serving(["model.path=x", *overrides], "serve", None)
+    config = SERVE.load(["model.path=x", *overrides], "serve", None)
     assert sampler_config(config, 100).logprobs_mode == mode
 
 
@@ -83,4 +83,4 @@ def test_log_probs_are_the_models_unless_others_are_asked_for(
 )
 def test_keys_that_a_sampler_does_not_take(overrides: list[str], message: str) -> None:
     with pytest.raises(CalderaError, match=message):
-        load_serving(["model.path=x", *overrides], "serve", None)
+        SERVE.load(["model.path=x", *overrides], "serve", None)

@@ -88,11 +88,11 @@ def test_further_arguments_of_the_template(tokenizer: Any, write_jsonl: Write) -
 
 def test_what_prepared_hh_rlhf_has(tokenizer: Any, tmp_path: Path) -> None:
     """Messages in a parquet file, as `caldera data prepare hh_rlhf` writes them."""
-    from caldera.data.prepare.command import DataCommand
+    from caldera.data.prepare.command import parser, run
 
     raw = Path(__file__).parents[2] / "data" / "raw" / "hh_rlhf"
     arguments = ["prepare", "hh_rlhf", "--raw", str(raw), "--output", str(tmp_path)]
-    DataCommand(arguments, lambda source: None).run()
+    assert run(parser().parse_args(arguments), lambda source: None) == 0
     pairs = dataset(str(tmp_path / "train.parquet"), tokenizer)
     texts = [
         tuple(text_of(tokenizer, pairs[i][name])[1] for name in ("chosen", "rejected"))

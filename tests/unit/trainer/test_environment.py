@@ -50,14 +50,18 @@ def test_ctrl_c_is_one_message(
     (GenerationConfig, "rollout.name"),
 ])  # fmt: skip
 def test_keys_of_samplers_are_called_as_the_command_has_them(
-    schema: type, key: str, capsys: pytest.CaptureFixture[str]
+    schema: type,
+    key: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def work(_: Any) -> None:
         raise RolloutError("actor_rollout_ref.rollout.name=x: no")
 
-    command: ConfigCommand[Any] = ConfigCommand("caldera", "", "any", schema)
+    command: ConfigCommand[Any] = ConfigCommand("caldera", "", "any", schema, work)
     asked = Asked([], "any", None, help=None, cfg=None)
-    assert command.run(asked, lambda *_: None, work) == USER_ERROR
+    monkeypatch.setattr(ConfigCommand, "load", lambda *_: None)
+    assert command.run(asked) == USER_ERROR
     assert capsys.readouterr().err == f"caldera: error: {key}=x: no\n"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from caldera.commands.eval import EVALUATE, load_evaluation, run_eval
+from caldera.commands.eval import EVALUATE
 from caldera.trainer import sft
 from caldera.trainer.fsdp_sft_trainer import CLASSIC
 from caldera.trainer.main_ppo import main as train
@@ -29,7 +29,7 @@ def rank(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of this process, which is said to be one of torchrun's."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "r")
     monkeypatch.setenv("RANK", request.param)
-    monkeypatch.setattr(sft, "_serve", lambda: pytest.fail("nobody would give it any work"))
+    monkeypatch.setattr(sft, "serve_torchrun", lambda: pytest.fail("nobody would give it any work"))
     return str(request.param)
 
 
@@ -43,7 +43,7 @@ def test_other_ranks_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     served = []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "r")
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(sft, "_serve", lambda: served.append(True))
+    monkeypatch.setattr(sft, "serve_torchrun", lambda: served.append(True))
     assert CLASSIC.main(REQUIRED) == 0
     assert served == [True]
 
@@ -67,6 +67,5 @@ def test_scoring_has_no_processes_to_start(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "r")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    asked = EVALUATE.read(["data.path=absent.parquet"])
-    assert EVALUATE.run(asked, load_evaluation, run_eval) == 2
+    assert EVALUATE.main(["data.path=absent.parquet"]) == 2
     assert capsys.readouterr().err.endswith("call it without torchrun\n")

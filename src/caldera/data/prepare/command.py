@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,19 +34,12 @@ scorers, lengths, duplicates. Ends with status 1 if something is wrong.
 """
 
 
-class DataCommand:
-    """One call of the command: `run` does the work and leaves `status`, that of the process."""
-
-    def __init__(self, arguments: Sequence[str], find_scorer: FindScorer) -> None:
-        self.options = parser().parse_args(arguments)
-        self.find_scorer = find_scorer
-        self.status = 0
-
-    def run(self) -> None:
-        if self.options.command == "prepare":
-            _prepare(self.options)
-        elif not _check(self.options, self.find_scorer):
-            self.status = PROBLEMS_FOUND
+def run(options: argparse.Namespace, find_scorer: FindScorer) -> int:
+    """Do what is asked for; returns the exit status."""
+    if options.command == "check":
+        return 0 if _check(options, find_scorer) else PROBLEMS_FOUND
+    _prepare(options)
+    return 0
 
 
 def _prepare(options: argparse.Namespace) -> None:

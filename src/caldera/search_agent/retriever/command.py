@@ -126,17 +126,12 @@ def _aside(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-class RetrieverCommand:
-    """One call of the command."""
-
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self.options = parser().parse_args(arguments)
-
-    def run(self) -> None:
-        if self.options.action == "build":
-            _build(self.options)
-        else:
-            _serve(self.options)
+def run(options: argparse.Namespace) -> None:
+    """Do what is asked for."""
+    if options.action == "build":
+        _build(options)
+    else:
+        _serve(options)
 
 
 def _build(options: argparse.Namespace) -> None:
