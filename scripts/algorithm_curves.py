@@ -23,8 +23,8 @@ from typing import Any
 from caldera.config import load_config
 from caldera.demo.arithmetic import DATA_SOURCE
 from caldera.demo.run import COMMON, TINY, prepare_tiny
+from caldera.storage.writing import write_text_atomic
 from caldera.tracking import Series, svg_curve
-from caldera.tracking.dumps import write_text_atomic
 from caldera.tracking.report import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from caldera.storage.writing import write_text_atomic
 from caldera.tracking import Series, svg_curve
-from caldera.tracking.dumps import write_text_atomic
 from caldera.tracking.report import read_metrics
 
 

@@ -25,8 +25,8 @@ from caldera.reward.answer_formats import AnswerFormats
 from caldera.reward.samples import VALUE, Outcome, failure, outcome_of, read_score
 from caldera.reward.scoring import Scoring, attempt
 from caldera.reward_score.predictions import find_extractor
+from caldera.storage.writing import write_text_atomic
 from caldera.tracking import TrainingProgress
-from caldera.tracking.dumps import write_text_atomic
 from caldera.tracking.progress import CONSOLE
 from caldera.tracking.report import page_style
 from caldera.trainer.bundle import write_bundle

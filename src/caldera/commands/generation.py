@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -27,8 +26,8 @@ from caldera.errors import ConfigError, DataError, UnsupportedError
 from caldera.installation import install_command
 from caldera.storage import local_path
 from caldera.storage.locks import locked_folder, remove_locked
+from caldera.storage.writing import write_text_atomic, written_aside
 from caldera.tracking import TrainingProgress
-from caldera.tracking.dumps import write_text_atomic
 from caldera.trainer.bundle import write_bundle
 from caldera.trainer.secrets import masked_values
 
@@ -193,12 +192,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _write_table(table: pyarrow.Table, path: Path) -> None:
     """A parquet file that appears whole, or not at all."""
-    aside = path.with_name(f".{path.name}.tmp")
-    with aside.open("wb") as file:
-        pyarrow.parquet.write_table(table, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    with written_aside(path) as aside:
+        pyarrow.parquet.write_table(table, aside)
 
 
 class Answers(Protocol):

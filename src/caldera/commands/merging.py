@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import re
 import shutil
 from collections import Counter
@@ -37,6 +36,7 @@ from caldera.models.files import WeightFiles, find_weight_files
 from caldera.models.forward import base_module
 from caldera.models.loading import exported_weights
 from caldera.models.pretrained import VALUE_HEAD, parameters_on_meta
+from caldera.storage.writing import flush
 from caldera.tracking import TrainingProgress
 from caldera.tracking.progress import print_line
 from caldera.trainer.checkpoint import ROLES
@@ -369,7 +369,7 @@ def written_aside(target: Path) -> Iterator[Path]:
         ) from error
     try:
         yield unfinished
-        _flush(unfinished)
+        flush(unfinished)
         if target.exists():
             target.rmdir()
         unfinished.rename(target)
@@ -423,14 +423,6 @@ def _write_file(waiting: dict[str, Tensor], folder: Path, number: int) -> list[s
 def _unnumbered(number: int) -> str:
     """A file's name while it is not known how many there will be."""
     return f"model-{number:05}.safetensors"
-
-
-def _flush(folder: Path) -> None:
-    """Have the files on disk before the rename that declares them complete."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

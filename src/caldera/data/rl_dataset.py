@@ -6,8 +6,6 @@ import copy
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -29,6 +27,7 @@ from caldera.data.files import Row, Rows, RowTable, read_rows
 from caldera.data.loader import compute_position_ids, left_pad, seeded_permutation, truncate
 from caldera.errors import DataError, UnsupportedError
 from caldera.storage import cache_folder
+from caldera.storage.writing import write_text_atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -210,12 +209,7 @@ def _read_cache(file: Path, count: int) -> list[int] | None:
 def _write_cache(file: Path, lengths: list[int]) -> None:
     """Keep the lengths for the next run; a folder that cannot be written costs only a warning."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=file.parent, prefix=file.stem[:8], delete=False
-        ) as aside:
-            json.dump(lengths, aside)
-        os.replace(aside.name, file)
+        write_text_atomic(file, [json.dumps(lengths)])
     except OSError as error:
         logger.warning("cannot cache prompt lengths in %s: %s", file, error)
 

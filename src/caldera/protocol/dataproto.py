@@ -35,6 +35,7 @@ from caldera.protocol.serialization import (
     deserialize_batch,
     serialize_batch,
 )
+from caldera.storage.writing import written_aside
 
 _State: TypeAlias = tuple[SerializedBatch | None, dict[str, Column], dict[str, Any]]
 
@@ -273,14 +274,8 @@ class DataProto(RowTable):
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
         """Pickle into a file, which appears whole or not at all."""
-        path = Path(filepath)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with unfinished.open("wb") as file:
-                pickle.dump(self, file)
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with written_aside(Path(filepath)) as aside, aside.open("wb") as file:
+            pickle.dump(self, file)
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:

@@ -25,6 +25,7 @@ from pathlib import Path
 from caldera.errors import ConfigError
 from caldera.storage.paths import shown_url
 from caldera.storage.store import Store, StoredFile, Transfer, reason_of, retried
+from caldera.storage.writing import flush
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +122,7 @@ def _download_file(
     try:
         title = f"fetching {shown_url(file.path)}"
         retried(lambda: store.get(file, aside, transfer), DELAYS, title)
-        with aside.open("rb") as written:  # on disk before the rename that declares it complete
-            os.fsync(written.fileno())
+        flush(aside)
         aside.replace(target)
     finally:
         aside.unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,15 +11,7 @@ from typing import Any, SupportsFloat
 import numpy as np
 
 from caldera.errors import DataError
-
-__all__ = [
-    "GenerationDump",
-    "json_line",
-    "read_jsonl",
-    "select_val_generations",
-    "write_jsonl_atomic",
-    "write_text_atomic",
-]
+from caldera.storage.writing import write_text_atomic
 
 
 def json_line(row: Mapping[str, Any]) -> str:
@@ -32,21 +23,6 @@ def _to_plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__} cannot be written as JSON: {value!r}")
-
-
-def write_text_atomic(path: Path, pieces: Iterable[str]) -> None:
-    """Join pieces of text in a file that appears whole, or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        # A lone surrogate in a decoded response is no UTF-8; its backslash form is valid JSON.
-        with aside.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-            file.writelines(pieces)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def write_jsonl_atomic(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -13,24 +13,9 @@ from string import Template
 from typing import Any
 
 from caldera.errors import DataError
+from caldera.storage.writing import write_text_atomic
 from caldera.tracking.curves import Series, svg_curve
-from caldera.tracking.dumps import read_jsonl, write_text_atomic
-
-__all__ = [
-    "PHASES",
-    "Answer",
-    "AnswerPair",
-    "PhaseTime",
-    "RunMetrics",
-    "ValidationAnswers",
-    "page_style",
-    "phase_times",
-    "read_metrics",
-    "read_validation_answers",
-    "validation_keys",
-    "write_report",
-]
-
+from caldera.tracking.dumps import read_jsonl
 
 PHASES = {
     "gen": "Sampling responses",

@@ -19,7 +19,7 @@ from typing import Any
 import caldera
 from caldera.config.fields import walk
 from caldera.errors import DataError
-from caldera.tracking.dumps import write_text_atomic
+from caldera.storage.writing import write_text_atomic
 from caldera.trainer.secrets import (
     SHOWN_VARIABLES,
     is_shown_variable,

@@ -7,7 +7,6 @@ all have written, makes a checkpoint of it. Until then the last one counts.
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import re
 import shlex
@@ -22,7 +21,7 @@ from caldera.engine.saving import read_file
 from caldera.errors import CalderaError, CheckpointError, ConfigError
 from caldera.storage import is_fetched, is_url, shown_url
 from caldera.storage.locks import NO_SPACE, full_disk
-from caldera.tracking.dumps import write_text_atomic
+from caldera.storage.writing import flush, write_text_atomic
 from caldera.trainer.checkpoint_manifest import DamagedCheckpointError, verify, write_manifest
 
 if TYPE_CHECKING:
@@ -193,7 +192,7 @@ class CheckpointFolder:
                 f"checkpoint of step {step} elsewhere; it must be one folder that all nodes share"
             )
         write_manifest(partial)
-        _flush(partial)
+        flush(partial)
         written()
         self._publish(step)
         self._saved = step
@@ -340,7 +339,7 @@ class CheckpointFolder:
             shutil.rmtree(self.root / FETCHED)  # else the next run would take it for a good copy
             raise
         fetched.rename(self._emptied_partial(step))
-        _flush(self._partial(step))
+        flush(self._partial(step))
         self._publish(step)
         shutil.rmtree(self.root / FETCHED)
         logger.info("fetched %s of %s", step_folder(step), remote.shown)
@@ -460,10 +459,3 @@ def _full_disk_told(partial: Path) -> Iterator[None]:
             error.add_note(told)
             raise
         raise CheckpointError(f"{partial} could not be written: {told}") from error
-
-
-def _flush(folder: Path) -> None:
-    """Have the files on disk before the rename that declares them complete."""
-    for path in filter(Path.is_file, folder.rglob("*")):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())

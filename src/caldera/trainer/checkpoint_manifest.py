@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from caldera.errors import CheckpointError
-from caldera.tracking.dumps import write_text_atomic
+from caldera.storage.writing import write_text_atomic
 
 logger = logging.getLogger(__name__)
 

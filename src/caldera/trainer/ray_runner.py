@@ -32,6 +32,7 @@ from caldera.single_controller.ray_pool import (
     gpus_per_node,
 )
 from caldera.single_controller.resource_pool import Slot
+from caldera.storage.writing import written_aside
 from caldera.trainer.bundle import COMMAND_VARIABLE
 from caldera.trainer.groups import timeout_of
 
@@ -262,11 +263,8 @@ def _connect_to_this_machines(arguments: dict[str, Any]) -> bool:
 
 def _write_timeline(file: str | None) -> None:
     if file is not None:
-        path = Path(file).expanduser()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.tmp")
-        ray_module().timeline(str(unfinished))
-        unfinished.replace(path)
+        with written_aside(Path(file).expanduser()) as aside:
+            ray_module().timeline(str(aside))
 
 
 def _without_nulls(arguments: dict[str, Any]) -> dict[str, Any]:

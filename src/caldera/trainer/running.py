@@ -12,8 +12,8 @@ from caldera.config import PPOTrainerConfig, SFTTrainerConfig
 from caldera.errors import CheckpointError, ConfigError
 from caldera.storage import is_fetched, is_url
 from caldera.storage.locks import locked_folder
+from caldera.storage.writing import write_text_atomic
 from caldera.tracking import Tracking
-from caldera.tracking.dumps import write_text_atomic
 from caldera.tracking.progress import print_line
 from caldera.trainer.bundle import write_bundle
 from caldera.trainer.checkpoint import local_checkpoint, step_folder, tracked_step

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -19,6 +17,7 @@ from caldera.data.files import EXTENSIONS, Row, RowTable, read_rows
 from caldera.data.prepare.preparer import PREPARERS, Preparer, Source
 from caldera.data.rl_dataset import fitting_prompts
 from caldera.errors import DataError
+from caldera.storage.writing import written_aside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,25 +91,15 @@ def prepare(
 
 
 def write_parquet(rows: list[Row], file: Path) -> None:
-    """Write aside and rename, so that no half-written file has the file's name."""
+    """A file that appears whole, or not at all."""
     columns = dict.fromkeys(column for row in rows for column in row)
     # Of columns, unlike fields of structs, pyarrow sees only those of the first row.
     table = pyarrow.table({c: [row.get(c) for row in rows] for c in columns})
-    aside = None
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            dir=file.parent, prefix=f".{file.stem}-", suffix=".part", delete=False
-        ) as opened:
-            aside = Path(opened.name)
-            pyarrow.parquet.write_table(table, opened)
-        aside.chmod(0o666 & ~_umask())  # temporary files are for their owner alone
-        os.replace(aside, file)
+        with written_aside(file) as aside:
+            pyarrow.parquet.write_table(table, aside)
     except OSError as error:
         raise DataError(f"--output: cannot write {file}: {error.strerror or error}") from error
-    finally:
-        if aside is not None:
-            aside.unlink(missing_ok=True)
 
 
 def _tables(preparer: Preparer, folder: Path | None) -> Iterator[tuple[Source, RowTable]]:
@@ -183,9 +172,3 @@ def _short_enough(rows: list[Row], limit: LengthLimit) -> list[Row]:
         key="--max-prompt-length",
     )
     return [rows[position] for position in kept]
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
