@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
-from torch.utils.data import Dataset
 
 from caldera.data.chat import (
     Message,
     chat_messages,
-    require_chat_template,
     require_end_token,
     tokenize_chat,
     tokenize_text,
 )
-from caldera.data.files import Row, RowTable, read_rows
+from caldera.data.files import Row
 from caldera.data.loader import truncate
-from caldera.data.sft_dataset import TEMPLATE_KEY, files_key
+from caldera.data.sft_dataset import TableDataset
 from caldera.errors import DataError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from caldera.config.preference import PreferenceDataConfig
 
 Tokens = tuple[list[int], list[int]]
 """Token ids, and a mask that is 1 at each token whose next one belongs to the response."""
 
 
-class PreferenceDataset(Dataset[Row]):
+class PreferenceDataset(TableDataset):
     """Rows of data files, each with the tokens of a prompt and of two responses to it.
 
     An item has `chosen` and `rejected`, which are `Tokens`, and where `data.margin_key` is
@@ -39,16 +33,11 @@ class PreferenceDataset(Dataset[Row]):
     the assistant begins, the response's text, and the tokenizer's end token.
     """
 
-    def __init__(
-        self,
-        parquet_files: str | Sequence[str],
-        tokenizer: PreTrainedTokenizerBase,
-        config: PreferenceDataConfig,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.config = config
-        require_chat_template(tokenizer, config.apply_chat_template_kwargs, TEMPLATE_KEY)
-        require_end_token(tokenizer)
+    config: PreferenceDataConfig
+
+    def _required(self) -> dict[str, str]:
+        require_end_token(self.tokenizer)
+        config = self.config
         required = {
             config.prompt_key: "data.prompt_key",
             config.chosen_key: "data.chosen_key",
@@ -56,14 +45,10 @@ class PreferenceDataset(Dataset[Row]):
         }
         if config.margin_key is not None:
             required[config.margin_key] = "data.margin_key"
-        self._table: RowTable = read_rows(
-            parquet_files, key=files_key(parquet_files, config), required=required
-        )
-        for row in range(len(self._table.rows)):  # a mistake is reported before the first step
-            self._pair(row)
+        return required
 
-    def __len__(self) -> int:
-        return len(self._table.rows)
+    def _check(self, row: int) -> None:
+        self._pair(row)
 
     def __getitem__(self, item: int) -> Row:
         prompt, responses, margin = self._pair(item)

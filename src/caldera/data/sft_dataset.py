@@ -36,14 +36,9 @@ if TYPE_CHECKING:
 TEMPLATE_KEY = "data.chat_template"
 
 
-class SFTDataset(Dataset[Row]):
-    """One row a sample: a user's message in the chat template, and the response that is trained.
-
-    - `input_ids`, `attention_mask`, `position_ids` (L,)
-    - `loss_mask` (L,): 1 where the next token is trained, so the last one is 0
-
-    With `data.pad_mode=right` they are padded to `data.max_length`.
-    """
+class TableDataset(Dataset[Row]):
+    """The rows of the files of a supervised run. A subclass says which columns they must have, and
+    checks each row, so that a mistake is reported before the first step."""
 
     def __init__(
         self,
@@ -54,21 +49,42 @@ class SFTDataset(Dataset[Row]):
         self.tokenizer = tokenizer
         self.config = config
         require_chat_template(tokenizer, config.apply_chat_template_kwargs, TEMPLATE_KEY)
-        require_end_token(tokenizer)
+        key = files_key(parquet_files, config)
+        self._table: RowTable = read_rows(parquet_files, key=key, required=self._required())
+        for row in range(len(self._table.rows)):
+            self._check(row)
+
+    def _required(self) -> dict[str, str]:
+        """Columns, and the keys that name them."""
+        raise NotImplementedError
+
+    def _check(self, row: int) -> None:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self._table.rows)
+
+
+class SFTDataset(TableDataset):
+    """One row a sample: a user's message in the chat template, and the response that is trained.
+
+    - `input_ids`, `attention_mask`, `position_ids` (L,)
+    - `loss_mask` (L,): 1 where the next token is trained, so the last one is 0
+
+    With `data.pad_mode=right` they are padded to `data.max_length`.
+    """
+
+    def _required(self) -> dict[str, str]:
+        require_end_token(self.tokenizer)
+        config = self.config
         self._columns = {
             "data.prompt_key": (config.prompt_key, config.prompt_dict_keys),
             "data.response_key": (config.response_key, config.response_dict_keys),
         }
-        self._table: RowTable = read_rows(
-            parquet_files,
-            key=files_key(parquet_files, config),
-            required={column: key for key, (column, _) in self._columns.items()},
-        )
-        for row in range(len(self._table.rows)):  # a mistake is reported before the first step
-            self._texts(row)
+        return {column: key for key, (column, _) in self._columns.items()}
 
-    def __len__(self) -> int:
-        return len(self._table.rows)
+    def _check(self, row: int) -> None:
+        self._texts(row)
 
     def __getitem__(self, item: int) -> Row:
         prompt, response = self._texts(item)
@@ -178,33 +194,19 @@ def files_key(files: str | Sequence[str], config: Any) -> str:
     return "data.val_files" if given == config.val_files else "data.train_files"
 
 
-class MultiTurnSFTDataset(Dataset[Row]):
+class MultiTurnSFTDataset(TableDataset):
     """One row a conversation, in which all messages of the assistant are trained.
 
     The fields are those of `SFTDataset`.
     """
 
-    def __init__(
-        self,
-        parquet_files: str | Sequence[str],
-        tokenizer: PreTrainedTokenizerBase,
-        config: SFTDataConfig,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.config = config
-        self._keys = config.multiturn
-        require_chat_template(tokenizer, config.apply_chat_template_kwargs, TEMPLATE_KEY)
-        self._table: RowTable = read_rows(
-            parquet_files,
-            key=files_key(parquet_files, config),
-            required={self._keys.messages_key: "data.multiturn.messages_key"},
-        )
-        for row in range(len(self._table.rows)):  # a mistake is reported before the first step
-            self._messages(row)
-            self._template_kwargs(row)
+    def _required(self) -> dict[str, str]:
+        self._keys = self.config.multiturn
+        return {self._keys.messages_key: "data.multiturn.messages_key"}
 
-    def __len__(self) -> int:
-        return len(self._table.rows)
+    def _check(self, row: int) -> None:
+        self._messages(row)
+        self._template_kwargs(row)
 
     def __getitem__(self, item: int) -> Row:
         where = self._table.where(item)
