@@ -118,16 +118,7 @@ def functions_of(dispatch_mode: DispatchMode) -> tuple[DispatchFn, CollectFn]:
     return _functions[dispatch_mode]
 
 
-for _name in (
-    "RANK_ZERO",
-    "ONE_TO_ALL",
-    "ALL_TO_ALL",
-    "DP_COMPUTE",
-    "DP_COMPUTE_PROTO",
-    "DP_COMPUTE_PROTO_WITH_FUNC",
-    "DP_COMPUTE_METRIC",
-    "DIRECT_ROLLOUT_METHOD",
-):
+for _name in filter(str.isupper, Dispatch.__annotations__):
     register_dispatch_mode(_name)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,30 @@ def loopback_store() -> Any:
     )
 
 
+def join_ranks(store: Any, rank: int, world_size: int, device: str, timeout_s: float) -> None:
+    """Form the process group, of ranks that see their own GPU alone if they have one."""
+    on_gpu = device.startswith("cuda")
+    if on_gpu:
+        torch.cuda.set_device(0)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def open_stack_file(path: str) -> IO[str]:
+    """The file into which this process dumps its stacks when it gets SIGUSR1, ready to be asked;
+    to be kept open as long as the process is."""
+    file = open(path, "a")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    file.write(f"{STACK_FILE_HEAD}{threading.get_ident():x}\n")
+    file.flush()
+    return file
+
+
 def run_rank(settings: RankSettings, connection: Connection) -> None:
     """Answer calls, each by (True, value) or (False, failure), until `STOP` comes.
 
@@ -106,7 +130,7 @@ def run_rank(settings: RankSettings, connection: Connection) -> None:
     stack_file.close()
 
 
-def _set_up(settings: RankSettings) -> Any:
+def _set_up(settings: RankSettings) -> IO[str]:
     """Environment, output, threads, random numbers, and the dump of stacks on request."""
     os.setpgid(0, 0)  # so that what the worker starts can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # forgets a Ctrl-C that has come before
@@ -119,10 +143,7 @@ def _set_up(settings: RankSettings) -> Any:
         level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     faulthandler.enable()
-    stack_file = open(settings.stack_file, "a")  # noqa: SIM115  # open as long as the process is
-    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
-    stack_file.write(f"{STACK_FILE_HEAD}{threading.get_ident():x}\n")  # ready to be asked
-    stack_file.flush()
+    stack_file = open_stack_file(settings.stack_file)
     torch.set_num_threads(settings.threads)
     seed_everything(settings.seed + settings.rank)
     return stack_file
@@ -159,7 +180,6 @@ def _listen(
 
 def _start(settings: RankSettings, make_worker: Callable[[], Worker]) -> Worker:
     """Join the other ranks, then build the worker."""
-    timeout = timedelta(seconds=settings.timeout_s)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", settings.store_port, is_master=False
     )
@@ -167,14 +187,5 @@ def _start(settings: RankSettings, make_worker: Callable[[], Worker]) -> Worker:
         store.set("complete", "")
     # Processes may need long to get here: only from here on do they have to be quick.
     store.wait(["complete"], timedelta(seconds=settings.start_timeout_s))
-    on_gpu = settings.device.startswith("cuda")
-    if on_gpu:
-        torch.cuda.set_device(0)  # the only one that this process sees
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=store,
-        rank=settings.rank,
-        world_size=settings.world_size,
-        timeout=timeout,
-    )
+    join_ranks(store, settings.rank, settings.world_size, settings.device, settings.timeout_s)
     return make_worker()

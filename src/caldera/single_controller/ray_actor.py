@@ -7,16 +7,13 @@ without another rank seeing it, and the store has its memory back when the call 
 
 from __future__ import annotations
 
-import faulthandler
 import fcntl
 import logging
 import os
-import signal
 import socket
 import struct
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,12 +32,8 @@ from caldera.protocol.serialization import (
 )
 from caldera.seeds import seed_everything
 from caldera.single_controller._ray import ray_module
-from caldera.single_controller.failure import (
-    STACK_FILE_HEAD,
-    RankFailure,
-    exception_failure,
-)
-from caldera.single_controller.process_main import START
+from caldera.single_controller.failure import RankFailure, exception_failure
+from caldera.single_controller.process_main import START, join_ranks, open_stack_file
 from caldera.single_controller.worker import Worker, call_method
 
 logger = logging.getLogger(__name__)
@@ -96,10 +89,8 @@ class RankActor:
         self.log = _log()
         folder = os.path.dirname(self.log) or tempfile.gettempdir()
         self.stack_file = os.path.join(folder, f"caldera-stack-{os.getpid()}.txt")
-        self._stacks = open(self.stack_file, "w")  # noqa: SIM115  # as long as the process is
-        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
-        self._stacks.write(f"{STACK_FILE_HEAD}{threading.get_ident():x}\n")  # ready to be asked
-        self._stacks.flush()
+        Path(self.stack_file).unlink(missing_ok=True)  # of an earlier process of this number
+        self._stacks = open_stack_file(self.stack_file)
 
     def __repr__(self) -> str:  # what Ray puts before each line that the rank writes
         return f"{self.group} rank {self.rank}"
@@ -168,20 +159,11 @@ class RankActor:
             is_master=False,
             timeout=timedelta(seconds=settings.start_timeout_s),
         )
-        on_gpu = settings.device.startswith("cuda")
-        if on_gpu:
-            torch.cuda.set_device(0)  # the only one that this process sees
-        else:
+        if not settings.device.startswith("cuda"):
             cores = os.cpu_count() or 1
             torch.set_num_threads(max(1, cores // int(environment["LOCAL_WORLD_SIZE"])))
             _choose_interface()
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=store,
-            rank=self.rank,
-            world_size=settings.world_size,
-            timeout=timedelta(seconds=settings.timeout_s),
-        )
+        join_ranks(store, self.rank, settings.world_size, settings.device, settings.timeout_s)
 
 
 def enter(folder: str) -> None:

@@ -29,6 +29,7 @@ from caldera.single_controller.failure import (
     WaitingRank,
     exception_failure,
 )
+from caldera.single_controller.process_main import join_ranks
 from caldera.single_controller.worker import Worker, call_method
 from caldera.single_controller.worker_group import ClassWithInitArgs
 
@@ -242,16 +243,10 @@ def _meet(settings: _Settings | None) -> Any:
         store.set(SETTINGS, pickle.dumps(settings))
     if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == str(ranks):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other machine has to get through
-    on_gpu = settings.device.startswith("cuda")
-    if on_gpu:
+    if settings.device.startswith("cuda"):
         _see_own_gpu()
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=dist.PrefixStore("caldera/ranks", store),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=settings.timeout_s),
-    )
+    own = dist.PrefixStore("caldera/ranks", store)  # type: ignore[attr-defined]
+    join_ranks(own, rank, ranks, settings.device, settings.timeout_s)
     return dist.new_group(backend="gloo", timeout=FOREVER)
 
 
@@ -260,7 +255,6 @@ def _see_own_gpu() -> None:
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = listed.split(",") if listed else [str(i) for i in range(torch.cuda.device_count())]
     os.environ["CUDA_VISIBLE_DEVICES"] = names[int(os.environ["LOCAL_RANK"])]
-    torch.cuda.set_device(0)
 
 
 def _send(control: Any, rank: int, message: Any) -> None:

@@ -199,9 +199,7 @@ class WorkerGroup(ABC):
         """The results of all ranks."""
         return self._resolve(self.execute_all_async(method_name, *args, **kwargs))
 
-    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """The same as `execute_all_async`."""
-        return self.execute_all_async(method_name, *args, **kwargs)
+    execute_all = execute_all_async
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Start a method on rank 0, with the arguments as they are."""
@@ -211,9 +209,7 @@ class WorkerGroup(ABC):
         """The result of rank 0."""
         return self._resolve([self.execute_rank_zero_async(method_name, *args, **kwargs)])[0]
 
-    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """The same as `execute_rank_zero_async`."""
-        return self.execute_rank_zero_async(method_name, *args, **kwargs)
+    execute_rank_zero = execute_rank_zero_async
 
     # ---- meshes
 
