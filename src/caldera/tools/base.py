@@ -6,19 +6,10 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from caldera.errors import ConfigError, nearest
 from caldera.tools.schemas import OpenAIFunctionToolSchema
-
-__all__ = [
-    "BaseTool",
-    "ToolLimits",
-    "ToolResponse",
-    "encodable",
-    "read_options",
-    "require_positive",
-]
 
 
 def encodable(text: str) -> str:
@@ -138,6 +129,23 @@ class BaseTool(ABC):
 
     async def close(self) -> None:  # noqa: B027 -- may do nothing
         """Let go of what all calls share, such as connections; the tool is not called again."""
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Of a tool that has the limits of every tool alone."""
+
+
+class ShippedTool(BaseTool):
+    """A tool that comes with Caldera: of its `config` it knows every key."""
+
+    options_class: ClassVar[type[Any]] = NoOptions
+
+    def __init__(
+        self, config: Mapping[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
+        self.options: Any = read_options(self.options_class, config, type(self).__name__)
+        super().__init__(config, tool_schema)
 
 
 def read_options(options: type[Options], config: Mapping[str, Any], tool: str) -> Options:

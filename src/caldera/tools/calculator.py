@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from caldera.tools.base import BaseTool, ToolResponse, read_options
+from caldera.tools.base import ShippedTool, ToolResponse
 from caldera.tools.schemas import OpenAIFunctionToolSchema
-
-__all__ = ["CalculatorTool", "calculate"]
 
 MOST_CHARACTERS = 1000
 MOST_BITS = 4096
@@ -76,38 +73,15 @@ def _checked(
     return result
 
 
-@dataclass(frozen=True)
-class CalculatorOptions:
-    """None but the limits of every tool."""
-
-
-class CalculatorTool(BaseTool):
+class CalculatorTool(ShippedTool):
     """Evaluates an expression."""
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        tool_schema: OpenAIFunctionToolSchema | None = None,
-    ) -> None:
-        read_options(CalculatorOptions, config, type(self).__name__)
-        super().__init__(config, tool_schema)
-
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "calculator",
-                    "description": "Evaluates an arithmetic expression.",
-                    "parameters": {
-                        "type": "object",
-                        "properties": {
-                            "expression": {"type": "string", "description": "Such as (3 + 4) * 5."}
-                        },
-                        "required": ["expression"],
-                    },
-                },
-            }
+        return self.tool_schema or OpenAIFunctionToolSchema.of_text(
+            "calculator",
+            "Evaluates an arithmetic expression.",
+            "expression",
+            "Such as (3 + 4) * 5.",
         )
 
     async def execute(

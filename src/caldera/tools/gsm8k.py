@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from caldera.data.files import is_null
 from caldera.reward_score.gsm8k import compute_score
-from caldera.tools.base import BaseTool, ToolResponse, read_options
+from caldera.tools.base import ShippedTool, ToolResponse
 from caldera.tools.schemas import OpenAIFunctionToolSchema
-
-__all__ = ["Gsm8kTool"]
 
 NOT_IMPROVED = -0.05
 
 
-@dataclass(frozen=True)
-class Gsm8kOptions:
-    """None but the limits of every tool."""
-
-
-class Gsm8kTool(BaseTool):
+class Gsm8kTool(ShippedTool):
     """Scores an answer. One that is no better than those before it costs a little.
 
     The row gives the right one: `tools_kwargs.calc_gsm8k_reward.create_kwargs.ground_truth`.
@@ -30,26 +22,15 @@ class Gsm8kTool(BaseTool):
     def __init__(
         self, config: Mapping[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
-        read_options(Gsm8kOptions, config, type(self).__name__)
         super().__init__(config, tool_schema)
         self._instances: dict[str, tuple[str, str]] = {}  # the right answer, the last one given
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "calc_gsm8k_reward",
-                    "description": "Says whether an answer is right: the reward is 1.0 then.",
-                    "parameters": {
-                        "type": "object",
-                        "properties": {
-                            "answer": {"type": "string", "description": "The answer, a number."}
-                        },
-                        "required": ["answer"],
-                    },
-                },
-            }
+        return self.tool_schema or OpenAIFunctionToolSchema.of_text(
+            "calc_gsm8k_reward",
+            "Says whether an answer is right: the reward is 1.0 then.",
+            "answer",
+            "The answer, a number.",
         )
 
     async def create(

@@ -8,13 +8,12 @@ import json
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from caldera.errors import ConfigError
 from caldera.installation import install_command
-from caldera.tools.base import BaseTool, ToolResponse, read_options
+from caldera.tools.base import BaseTool, ShippedTool, ToolResponse
 from caldera.tools.running import in_thread
 from caldera.tools.schemas import OpenAIFunctionToolSchema
 
@@ -22,29 +21,16 @@ if TYPE_CHECKING:
     from mcp import Client
     from mcp.types import CallToolResult, Tool
 
-__all__ = ["MCPTool", "mcp_tools"]
-
 SECONDS_TO_CONNECT = 60.0
 SECONDS_TO_CLOSE = 10.0
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class MCPOptions:
-    """None but the limits of every tool."""
-
-
-class MCPTool(BaseTool):
+class MCPTool(ShippedTool):
     """A tool of a server, which checks arguments and carries out calls."""
 
     server: Server | None = None
     """Given by `mcp_tools`."""
-
-    def __init__(
-        self, config: Mapping[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
-    ) -> None:
-        read_options(MCPOptions, config, type(self).__name__)
-        super().__init__(config, tool_schema)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

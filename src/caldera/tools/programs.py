@@ -9,39 +9,29 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 from caldera.errors import ConfigError
 from caldera.sandbox import Limits, Outcome, Sandbox, SandboxFusionClient
-from caldera.tools.base import BaseTool, ToolLimits, ToolResponse, read_options, require_positive
+from caldera.tools.base import ShippedTool, ToolLimits, ToolResponse, require_positive
 from caldera.tools.running import in_thread
 from caldera.tools.schemas import OpenAIFunctionToolSchema
 
 NOTHING_PRINTED = "no stdout here"
+DESCRIPTION = "Runs a Python program and shows what it prints. Nothing is kept between calls."
 
 
-class ProgramTool(BaseTool):
+class ProgramTool(ShippedTool):
     """Runs the program that a model writes, and shows it what was printed."""
 
-    described: ClassVar[str]
-
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "code_interpreter",
-                    "description": self.described,
-                    "parameters": {
-                        "type": "object",
-                        "properties": {
-                            "code": {"type": "string", "description": "A whole Python program."}
-                        },
-                        "required": ["code"],
-                    },
-                },
-            }
+        return self.tool_schema or OpenAIFunctionToolSchema.of_text(
+            "code_interpreter", DESCRIPTION, "code", "A whole Python program."
         )
+
+    def program_limits(self) -> Limits:
+        seconds: float = self.options.default_timeout
+        return Limits(seconds, math.ceil(seconds), self.options.memory_limit_mb)
 
     @abstractmethod
     def run_program(self, code: str) -> Outcome:
@@ -71,19 +61,12 @@ class PythonOptions:
 class PythonTool(ProgramTool):
     """Runs a program in the sandbox."""
 
-    described = "Runs a Python program and shows what it prints. Nothing is kept between calls."
+    options_class = PythonOptions
     # Programs queue for the sandbox's slots, which has its own limits: it ends them itself.
     default_limits = ToolLimits(timeout=None, num_workers=16)
 
-    def __init__(
-        self, config: Mapping[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
-    ) -> None:
-        self.options = read_options(PythonOptions, config, type(self).__name__)
-        super().__init__(config, tool_schema)
-
     def run_program(self, code: str) -> Outcome:
-        limits = _limits(self.options.default_timeout, self.options.memory_limit_mb)
-        return _sandbox().run(code, limits=limits)
+        return _sandbox().run(code, limits=self.program_limits())
 
 
 @dataclass(frozen=True)
@@ -116,25 +99,19 @@ class SandboxFusionOptions:
 class SandboxFusionTool(ProgramTool):
     """Runs a program on a server. One that is busy or down is asked again a few times."""
 
-    described = "Runs a Python program and shows what it prints. Nothing is kept between calls."
+    options_class = SandboxFusionOptions
     # The client that asks the server has its own timeouts and attempts.
     default_limits = ToolLimits(timeout=None, num_workers=10, rate_limit=10)
 
     def __init__(
         self, config: Mapping[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
-        self.options = read_options(SandboxFusionOptions, config, type(self).__name__)
         super().__init__(config, tool_schema)
         if not self.options.enable_global_rate_limit:
             self.limits = replace(self.limits, rate_limit=None)
 
     def run_program(self, code: str) -> Outcome:
-        limits = _limits(self.options.default_timeout, self.options.memory_limit_mb)
-        return _client(self.options.sandbox_fusion_url).run(code, limits=limits)
-
-
-def _limits(seconds: float, memory_mb: int) -> Limits:
-    return Limits(wall_seconds=seconds, cpu_seconds=math.ceil(seconds), memory_mb=memory_mb)
+        return _client(self.options.sandbox_fusion_url).run(code, limits=self.program_limits())
 
 
 @cache

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from caldera.errors import ConfigError
-
-__all__ = ["OpenAIFunctionSchema", "OpenAIFunctionToolSchema", "fit_arguments"]
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "required": []}
 
@@ -54,6 +52,13 @@ class OpenAIFunctionToolSchema:
                 bool(function.get("strict", False)),
             )
         )
+
+    @classmethod
+    def of_text(cls, name: str, description: str, parameter: str, told: str) -> Self:
+        """The schema of a tool with one parameter, a text."""
+        properties = {parameter: {"type": "string", "description": told}}
+        parameters = {"type": "object", "properties": properties, "required": [parameter]}
+        return cls(OpenAIFunctionSchema(name, description, parameters))
 
     def model_dump(self, **_options: Any) -> dict[str, Any]:
         """The schema as chat templates take it. Options of pydantic's method of this name, with

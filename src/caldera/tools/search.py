@@ -9,7 +9,7 @@ from typing import Any
 
 from caldera.errors import ConfigError
 from caldera.http_client import AsyncJsonClient, Refused, Retries, Unavailable
-from caldera.tools.base import BaseTool, ToolLimits, ToolResponse, encodable, read_options
+from caldera.tools.base import ShippedTool, ToolLimits, ToolResponse, encodable
 from caldera.tools.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema
 
 # ---- Asking a retrieval service for passages: POST /retrieve, as `caldera retriever serve` answers
@@ -139,20 +139,20 @@ class SearchOptions:
             )
 
 
-class SearchTool(BaseTool):
+class SearchTool(ShippedTool):
     """Asks `retrieval_service_url`; attempts that fail are repeated, with longer and longer pauses.
 
     `timeout` is that of one attempt.
     """
 
+    options_class = SearchOptions
     default_limits = ToolLimits(timeout=30, num_workers=120, rate_limit=120)
 
     def __init__(
         self, config: Mapping[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
-        options = read_options(SearchOptions, config, type(self).__name__)
-        timeout = self.limits.timeout
+        options, timeout = self.options, self.limits.timeout
         if timeout is None:
             raise ConfigError("config.timeout=null: a search needs a number of seconds")
         self._client = RetrieverClient(
