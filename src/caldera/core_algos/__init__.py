@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from caldera.config.actor import LOSS_AGG_MODES
-from caldera.core_algos.advantages import (
+from caldera.config.estimators import AdvantageEstimator
+from caldera.config.preference import DPO_LOSSES
+from caldera.core_algos.advantages.base import (
     ADV_ESTIMATORS,
-    AdvantageEstimator,
     AdvantageEstimatorFn,
     AdvantageInputs,
+    estimate_advantages,
+    get_adv_estimator_fn,
+    register_adv_est,
+)
+from caldera.core_algos.advantages.gae import (
     compute_gae_advantage_return,
+    compute_pf_ppo_indices,
+    compute_pf_ppo_weights,
+)
+from caldera.core_algos.advantages.group_relative import (
     compute_gdpo_outcome_advantage,
     compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage,
@@ -16,18 +26,15 @@ from caldera.core_algos.advantages import (
     compute_grpo_vectorized_outcome_advantage,
     compute_maxrl_outcome_advantage,
     compute_opo_outcome_advantage,
+    compute_rloo_outcome_advantage,
+    compute_rloo_vectorized_outcome_advantage,
+)
+from caldera.core_algos.advantages.reinforce import (
     compute_optimal_token_baseline_advantage,
-    compute_pf_ppo_indices,
-    compute_pf_ppo_weights,
     compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_reinforce_plus_plus_outcome_advantage,
     compute_remax_outcome_advantage,
-    compute_rloo_outcome_advantage,
-    compute_rloo_vectorized_outcome_advantage,
     compute_tir_optimal_token_baseline_advantage,
-    estimate_advantages,
-    get_adv_estimator_fn,
-    register_adv_est,
 )
 from caldera.core_algos.aggregation import (
     Count,
@@ -50,15 +57,17 @@ from caldera.core_algos.kl import (
     get_kl_controller,
     kl_penalty,
 )
-from caldera.core_algos.policy_losses import (
+from caldera.core_algos.policy_losses.base import (
     POLICY_LOSSES,
     PolicyLossFn,
     call_policy_loss,
-    compute_policy_loss_bypass_mode,
+    get_policy_loss_fn,
+    register_policy_loss,
+)
+from caldera.core_algos.policy_losses.bypass import compute_policy_loss_bypass_mode
+from caldera.core_algos.policy_losses.clipped import (
     compute_policy_loss_cispo,
     compute_policy_loss_clip_cov,
-    compute_policy_loss_dppo_kl,
-    compute_policy_loss_dppo_tv,
     compute_policy_loss_dro,
     compute_policy_loss_geo_mean,
     compute_policy_loss_gpg,
@@ -66,23 +75,18 @@ from caldera.core_algos.policy_losses import (
     compute_policy_loss_kl_cov,
     compute_policy_loss_sapo,
     compute_policy_loss_vanilla,
-    get_policy_loss_fn,
-    register_policy_loss,
 )
-from caldera.core_algos.preference import (
-    DPO_LOSSES,
-    PairMetrics,
-    bradley_terry_loss,
-    dpo_loss,
+from caldera.core_algos.policy_losses.divergence import (
+    compute_policy_loss_dppo_kl,
+    compute_policy_loss_dppo_tv,
 )
+from caldera.core_algos.preference import PairMetrics, bradley_terry_loss, dpo_loss
 from caldera.core_algos.rollout_correction import (
     compute_offpolicy_metrics,
     compute_rollout_correction_and_rejection_mask,
     compute_variance_proxies,
 )
-from caldera.core_algos.value_loss import (
-    compute_value_loss,
-)
+from caldera.core_algos.value_loss import compute_value_loss
 
 __all__ = [
     "ADV_ESTIMATORS",

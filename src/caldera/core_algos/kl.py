@@ -14,16 +14,6 @@ from caldera.errors import ConfigError, UnsupportedError
 if TYPE_CHECKING:
     from caldera.config.algorithm import KLControlConfig
 
-__all__ = [
-    "KL_PENALTIES",
-    "AdaptiveKLController",
-    "FixedKLController",
-    "KLController",
-    "apply_kl_penalty",
-    "get_kl_controller",
-    "kl_penalty",
-]
-
 
 def _low_variance(difference: Tensor) -> Tensor:
     """e^-d + d - 1: unbiased like d, never negative, and less noisy."""

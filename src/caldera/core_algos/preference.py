@@ -13,8 +13,6 @@ from torch.nn.functional import logsigmoid
 from caldera.config.preference import DPO_LOSSES
 from caldera.errors import ConfigError
 
-__all__ = ["DPO_LOSSES", "PairMetrics", "bradley_terry_loss", "dpo_loss"]
-
 PairMetrics = dict[str, Tensor]
 """Detached; `accuracy` is 1 where the chosen response is rated higher, 1/2 where both are alike."""
 

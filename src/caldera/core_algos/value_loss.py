@@ -7,8 +7,6 @@ from torch import Tensor
 
 from caldera.core_algos.aggregation import LossScale, zero_outside
 
-__all__ = ["compute_value_loss"]
-
 
 def compute_value_loss(
     vpreds: Tensor,  # (B, R), as are all tensors here

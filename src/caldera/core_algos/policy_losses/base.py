@@ -30,22 +30,6 @@ from caldera.registry import Registry
 if TYPE_CHECKING:
     from caldera.config.actor import ActorConfig
 
-__all__ = [
-    "POLICY_LOSSES",
-    "LossAndMetrics",
-    "PolicyLossFn",
-    "bounded_exp",
-    "call_policy_loss",
-    "clip_range",
-    "clipped_objective",
-    "get_policy_loss_fn",
-    "log_ratio_of",
-    "register_policy_loss",
-    "shares_of_means",
-    "update_metrics",
-    "weighted",
-]
-
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 PolicyLossFn = Callable[..., LossAndMetrics]
 

@@ -23,8 +23,6 @@ from caldera.errors import ConfigError
 if TYPE_CHECKING:
     from caldera.config.actor import ActorConfig
 
-__all__ = ["compute_policy_loss_bypass_mode"]
-
 
 @register_policy_loss("bypass_mode")
 def compute_policy_loss_bypass_mode(

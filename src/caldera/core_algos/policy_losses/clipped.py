@@ -24,18 +24,6 @@ from caldera.errors import ConfigError
 if TYPE_CHECKING:
     from caldera.config.actor import ActorConfig
 
-__all__ = [
-    "compute_policy_loss_cispo",
-    "compute_policy_loss_clip_cov",
-    "compute_policy_loss_dro",
-    "compute_policy_loss_geo_mean",
-    "compute_policy_loss_gpg",
-    "compute_policy_loss_gspo",
-    "compute_policy_loss_kl_cov",
-    "compute_policy_loss_sapo",
-    "compute_policy_loss_vanilla",
-]
-
 
 @register_policy_loss("vanilla")
 def compute_policy_loss_vanilla(

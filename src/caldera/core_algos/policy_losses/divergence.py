@@ -21,8 +21,6 @@ from caldera.core_algos.policy_losses.base import (
 if TYPE_CHECKING:
     from caldera.config.actor import ActorConfig
 
-__all__ = ["compute_policy_loss_dppo_kl", "compute_policy_loss_dppo_tv"]
-
 
 @register_policy_loss("dppo_tv")
 def compute_policy_loss_dppo_tv(
