@@ -42,16 +42,6 @@ from caldera.reward.scoring import Scoring, ScoringLimits, ThreadScoring, attemp
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "OUTCOMES",
-    "REWARD_MANAGERS",
-    "NaiveRewardManager",
-    "RewardManager",
-    "RewardResult",
-    "compute_reward",
-    "is_built_in",
-]
-
 logger = logging.getLogger(__name__)
 
 OUTCOMES = "reward_outcomes"

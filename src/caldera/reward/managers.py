@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 import torch
 
+from caldera.config.fields import shown as shown_value
 from caldera.errors import ConfigError, RewardError, UnknownKeyError, nearest
 from caldera.protocol import DataProto
 from caldera.reward.custom import ScoreFunction
@@ -24,15 +25,6 @@ from caldera.reward.scoring import Scoring, ThreadScoring, attempt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = [
-    "BatchRewardManager",
-    "DAPORewardManager",
-    "GDPORewardManager",
-    "LimitedRewardManager",
-    "OverlongPenalty",
-    "RateLimiter",
-]
 
 
 @REWARD_MANAGERS.register("batch")
@@ -159,13 +151,13 @@ def _read_penalty(settings: Any, max_resp_len: Any) -> OverlongPenalty | None:
         return None
     if not _is_count(max_resp_len):
         raise ConfigError(
-            f"reward_model.reward_kwargs.max_resp_len={_shown(max_resp_len)}: takes the most "
+            f"reward_model.reward_kwargs.max_resp_len={shown_value(max_resp_len)}: takes the most "
             f"tokens of a response, from 1, where {BUFFER_KEY}.enable=true"
         )
     buffer = settings.get("len")
     if not _is_count(buffer) or buffer > max_resp_len:
         raise ConfigError(
-            f"{BUFFER_KEY}.len={_shown(buffer)}: takes a number of tokens from 1 to "
+            f"{BUFFER_KEY}.len={shown_value(buffer)}: takes a number of tokens from 1 to "
             f"max_resp_len={max_resp_len}"
         )
     factor = settings.get("penalty_factor")
@@ -175,7 +167,7 @@ def _read_penalty(settings: Any, max_resp_len: Any) -> OverlongPenalty | None:
         or not 0 <= factor < math.inf
     ):
         raise ConfigError(
-            f"{BUFFER_KEY}.penalty_factor={_shown(factor)}: takes a number, 0 or larger"
+            f"{BUFFER_KEY}.penalty_factor={shown_value(factor)}: takes a number, 0 or larger"
         )
     return OverlongPenalty(max_resp_len, buffer, float(factor), _read_switch(settings, "log"))
 
@@ -183,16 +175,12 @@ def _read_penalty(settings: Any, max_resp_len: Any) -> OverlongPenalty | None:
 def _read_switch(settings: Mapping[str, Any], name: str) -> bool:
     value = settings.get(name, False)
     if not isinstance(value, bool):
-        raise ConfigError(f"{BUFFER_KEY}.{name}={_shown(value)}: takes true or false")
+        raise ConfigError(f"{BUFFER_KEY}.{name}={shown_value(value)}: takes true or false")
     return value
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else repr(value)
 
 
 @REWARD_MANAGERS.register("gdpo")
@@ -333,8 +321,8 @@ def _check_limit(name: str, value: Any, is_count: bool) -> None:
     else:
         fits, taken = value is None or (is_number and value > 0), "a number above 0, or null"
     if not fits:
-        shown = "null" if value is None else repr(value)
-        raise ConfigError(f"reward_model.reward_kwargs.{name}={shown}: takes {taken}")
+        given = shown_value(value)
+        raise ConfigError(f"reward_model.reward_kwargs.{name}={given}: takes {taken}")
 
 
 @functools.cache

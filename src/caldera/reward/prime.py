@@ -15,19 +15,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from caldera.errors import ConfigError, RewardError
 from caldera.reward.child import serve_calls
-from caldera.reward.custom import CustomScore, ScoreFunction
+from caldera.reward.custom import CustomScore
 from caldera.reward.explaining import in_words
 from caldera.reward.manager import REWARD_MANAGERS, NaiveRewardManager
 from caldera.reward.scoring import CallTimeout, Scoring, ThreadScoring, attempt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-__all__ = ["PrimeRewardManager", "ProcessScoring", "RemoteRewardManager"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +50,8 @@ class PrimeRewardManager(NaiveRewardManager):
 class RemoteRewardManager(PrimeRewardManager):
     """The same for plain functions alone."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        num_examine: int,
-        compute_score: ScoreFunction | None = None,
-        reward_fn_key: str = "data_source",
-        **reward_kwargs: Any,
-    ) -> None:
-        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **reward_kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         function = self.compute_score
         inner = function.function if isinstance(function, CustomScore) else function
         if inspect.iscoroutinefunction(inner):
