@@ -135,11 +135,6 @@ def one_of(names: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def sampler_name(traits: SamplerTraits, name: str | None) -> str:
-    """What messages call a sampler: its name in the table, or the one that the config has."""
-    return next((known for known, each in SAMPLERS.items() if each is traits), str(name))
-
-
 def is_taken(traits: SamplerTraits, key: str, trains: bool) -> bool:
     """Whether a sampler honours an optional key, in training or elsewhere."""
     if key == TENSOR_PARALLEL:

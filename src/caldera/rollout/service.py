@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from caldera.errors import CalderaError, RolloutError
 from caldera.rollout.base import (
@@ -41,7 +41,7 @@ class AsyncSampler:
 
     def __init__(self, rollout: Rollout) -> None:
         """Nobody else may use the rollout, but for weights and sleep while paused."""
-        self._engine: _Engine = (
+        self._engine: StepwiseRollout | _Batches = (
             rollout if isinstance(rollout, StepwiseRollout) else _Batches(rollout)
         )
         self._rollout = rollout
@@ -324,26 +324,9 @@ class _Order:
     act: Action
 
 
-class _Engine(Protocol):
-    """The part of a sampler that the thread needs: see `StepwiseRollout`."""
-
-    def add(
-        self, request: Request, on_token: OnToken | None, on_finished: OnFinished | None
-    ) -> int: ...
-
-    def stepping(self) -> AbstractContextManager[None]: ...
-
-    def step(self) -> None: ...
-
-    def abort(self, number: int) -> Completion | None: ...
-
-    def take_failures(self) -> dict[int, CalderaError]: ...
-
-    def has_work(self) -> bool: ...
-
-
 class _Batches:
-    """A sampler of whole batches, in the form of steps: each serves all that waits."""
+    """A sampler of whole batches, with the methods of a `StepwiseRollout` that the thread needs: a
+    step serves all that waits."""
 
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
