@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 
-__all__ = ["trim_heap"]
-
 
 def trim_heap() -> None:
     """Return freed memory to the system; the C library would keep it for its next use."""

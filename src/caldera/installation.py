@@ -9,8 +9,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-__all__ = ["checkout", "install_command"]
-
 SOURCES = Path(__file__).parents[2]
 """In a checkout, the repository: the package is in its folder `src`."""
 CONSTRAINTS = "constraints.txt"

@@ -22,8 +22,6 @@ from caldera.tools.running import ToolOutcome, ToolState
 if TYPE_CHECKING:
     from caldera.interactions.base import BaseInteraction
 
-__all__ = ["State", "ToolAgentLoop", "Trajectory"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -10,8 +10,6 @@ from caldera.errors import DataError
 from caldera.interactions.base import BaseInteraction, Message, Reply, last_answer
 from caldera.reward_score.gsm8k import compute_score
 
-__all__ = ["Gsm8kInteraction"]
-
 RIGHT = "Your response is correct!"
 WRONG = "Your response is incorrect! You need to reflect on your answer and try again."
 

@@ -12,8 +12,6 @@ from typing import Any
 from caldera.errors import ConfigError
 from caldera.interactions.base import BaseInteraction, Message, Reply, last_answer
 
-__all__ = ["ScriptedInteraction"]
-
 TURN_KEYS = ("say", "expect", "score", "otherwise")
 
 

@@ -12,8 +12,6 @@ from caldera.reward.default import scores_by_source
 from caldera.reward.manager import RewardManager, is_built_in
 from caldera.reward_score.predictions import FORMATS, Reader, find_reader
 
-__all__ = ["AnswerFormats", "FormatCounts"]
-
 logger = logging.getLogger(__name__)
 
 MANY = 0.25

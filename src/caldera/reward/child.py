@@ -16,8 +16,6 @@ from caldera.reward.custom import CustomScore
 from caldera.reward.explaining import explain
 from caldera.reward.scoring import attempt
 
-__all__ = ["READY", "serve_calls"]
-
 READY = b"ready"
 """The first message: the function is there to be called."""
 

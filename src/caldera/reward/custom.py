@@ -13,8 +13,6 @@ from caldera.data.importing import load_object
 from caldera.errors import ConfigError
 from caldera.reward.explaining import guard_exit
 
-__all__ = ["CustomScore", "ScoreFunction", "get_custom_reward_fn", "named_arguments"]
-
 ScoreFunction = Callable[..., Any]
 """`compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)`; returns a
 number or a dict with `score`, or is an async function that does."""

@@ -18,8 +18,6 @@ from caldera.reward_score import Score, default_compute_score
 from caldera.reward_score.code_tests import Program, ProgramResult
 from caldera.sandbox import Limits, Outcome, Sandbox, SandboxFusionClient
 
-__all__ = ["default_score_function", "score_by_data_source", "scores_by_source"]
-
 RUN_ASSERTS = """
 exec({asserts!r}, globals())
 print({mark!r})

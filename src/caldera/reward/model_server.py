@@ -28,15 +28,6 @@ from caldera.reward.scoring import ThreadScoring
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "RewardModelClient",
-    "RouterUrl",
-    "ServedScore",
-    "router_address",
-    "served_score",
-    "server_arguments",
-]
-
 ATTEMPTS = 16
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 10.0

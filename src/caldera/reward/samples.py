@@ -20,8 +20,6 @@ from caldera.protocol import DataProto, tensors_of
 from caldera.reward.explaining import explain, in_words, shown, traced, writable
 from caldera.reward.scoring import CallTimeout, attempt
 
-__all__ = ["FAILED", "TIMED_OUT", "VALUE", "Outcome", "Pending", "Sample", "read_score"]
-
 logger = logging.getLogger(__name__)
 
 VALUE, FAILED, TIMED_OUT = "value", "failed", "timed_out"

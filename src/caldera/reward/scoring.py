@@ -25,16 +25,6 @@ from typing import Any, ClassVar, Protocol
 from caldera.errors import RewardError
 from caldera.reward.explaining import explain, guard_exit, no_exit
 
-__all__ = [
-    "CallTimeout",
-    "RunTime",
-    "Scoring",
-    "ScoringLimits",
-    "ThreadScoring",
-    "attempt",
-    "in_a_queue",
-]
-
 logger = logging.getLogger(__name__)
 
 SECONDS_FOR_A_SIGN = 1.0  # in which an event loop that is not blocked does what it is asked to

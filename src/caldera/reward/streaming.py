@@ -25,8 +25,6 @@ from caldera.rollout.batch import completions_to_batch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ROWS", "StreamedScoring", "StreamingScorer", "streams"]
-
 logger = logging.getLogger(__name__)
 
 ROWS = "reward_rows"

@@ -6,8 +6,6 @@ from typing import Any
 
 from caldera.reward_score.routing import register_scorer
 
-__all__ = ["compute_score"]
-
 
 @register_scorer("caldera/arithmetic")
 def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:

@@ -17,8 +17,6 @@ from typing import Any
 
 from caldera.errors import DataError
 
-__all__ = ["CodeTest", "Program", "ProgramResult", "RunTests", "build_tests"]
-
 # Whatever the program prints before this line is its own.
 RESULT_MARK = "----- caldera: result -----"
 FLOAT_TOLERANCE = 1e-6

@@ -13,8 +13,6 @@ from caldera.reward_score import geo3k, gsm8k, hendrycks_math, math_dapo, prime_
 from caldera.reward_score.hendrycks_math import BOX, last_boxed
 from caldera.reward_score.routing import Scorer, find_scorer
 
-__all__ = ["FORMATS", "AnswerFormat", "Reader", "find_extractor", "find_reader"]
-
 Extractor = Callable[[str], str | None]
 
 

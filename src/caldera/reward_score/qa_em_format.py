@@ -7,8 +7,6 @@ from typing import Any
 
 from caldera.reward_score.qa_em import last_answer, matches, targets_of
 
-__all__ = ["compute_score", "has_form"]
-
 TAG = re.compile(r"<(/?)(think|search|information|answer)>")
 # What may come after an element; a response begins with a thought and ends with its answer.
 FOLLOWERS = {

@@ -15,8 +15,6 @@ import threading
 from caldera.errors import ConfigError, RewardError
 from caldera.installation import install_command
 
-__all__ = ["CPU_SECONDS", "equal"]
-
 CPU_SECONDS = 0.5  # a comparison takes some 0.03; without a limit, sympy may take for ever
 SERVER = "caldera.reward_score.symbolic_server"
 

@@ -14,8 +14,6 @@ from typing import Any, Literal
 
 from caldera.errors import ConfigError, UnsupportedError
 
-__all__ = ["METHODS", "Interpreter", "Method", "command_line", "find_interpreter", "slot_user"]
-
 Method = Literal["bubblewrap", "namespaces", "none"]
 METHODS: tuple[Method, ...] = ("bubblewrap", "namespaces", "none")
 

@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 from caldera.errors import ConfigError
 
-__all__ = ["Limits", "Outcome", "Status"]
-
 Status = Literal["ok", "failed", "timed out", "out of memory", "output limit"]
 
 

@@ -17,8 +17,6 @@ from caldera.sandbox.pool import Sandbox
 from caldera.sandbox.slot import Abandoned
 from caldera.web import JsonHandler, ThreadedServer, read_object
 
-__all__ = ["SandboxServer", "serve"]
-
 # Clients take a server that is silent for too long for dead.
 SECONDS_BETWEEN_SIGNS = 10.0
 PATHS = {"detail": f"the paths are {', '.join(ANSWERS)} and /v1/ping"}

@@ -15,8 +15,6 @@ from caldera.tools.base import BaseTool, ToolLimits, ToolResponse
 from caldera.tools.running import in_thread
 from caldera.tools.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema
 
-__all__ = ["FunctionTool", "function_tool", "schema_of", "tools_of"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 MARK = "__caldera_tool__"
 AGENT_DATA = "agent_data"

@@ -18,8 +18,6 @@ from caldera.tools.base import BaseTool
 from caldera.tools.function_tool import tools_of
 from caldera.tools.schemas import OpenAIFunctionToolSchema
 
-__all__ = ["load_tools"]
-
 OWN = "as my.module.MyTool or path/to/file.py:MyTool"
 TOOLS = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 FUNCTIONS = "actor_rollout_ref.rollout.multi_turn.function_tool_path"

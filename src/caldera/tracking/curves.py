@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["Series", "svg_curve"]
-
 Point = tuple[float, float]
 
 COLOURS = ("#c2410c", "#2563eb", "#15803d", "#7c3aed", "#be185d", "#0e7490")

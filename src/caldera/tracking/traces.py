@@ -13,18 +13,6 @@ from caldera.registry import Registry
 from caldera.tracking import backends
 from caldera.tracking.background import Background, Losses
 
-__all__ = [
-    "GENERATION",
-    "TOKENS",
-    "TRACERS",
-    "Span",
-    "Trace",
-    "TraceBackend",
-    "TraceWriter",
-    "TracedRun",
-    "check_tracer",
-]
-
 KEY = "actor_rollout_ref.rollout.trace.backend"
 TOKENS = "token_ids"
 """Where spans have tokens; their text goes beside them."""

@@ -10,17 +10,6 @@ import yaml
 
 from caldera.config import config_to_dict
 
-__all__ = [
-    "SHOWN_VARIABLES",
-    "is_masked",
-    "is_shown_variable",
-    "masked_arguments",
-    "masked_dict",
-    "masked_text",
-    "masked_values",
-    "masked_yaml",
-]
-
 MASK = "***"
 SECRET = re.compile(
     r"(api|access|private|account)[_-]?key|secret|passwo?r?d|authorization|credential"

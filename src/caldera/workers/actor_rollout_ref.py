@@ -11,11 +11,9 @@ from caldera.rollout import Rollout, TrainedPolicy, sampler_class
 from caldera.single_controller import Dispatch, register
 from caldera.workers.building import WORKERS
 from caldera.workers.hooks import MakeHook
-from caldera.workers.policy import MODEL_KEY, ON_ACTOR, PolicyWorker
-from caldera.workers.sampler import ON_SAMPLER, MakeAgents, SamplerWorker
+from caldera.workers.policy import MODEL_KEY, PolicyWorker
+from caldera.workers.sampler import MakeAgents, SamplerWorker
 from caldera.workers.weight_sync import WeightSync
-
-__all__ = ["ON_ACTOR", "ON_SAMPLER", "ActorRolloutRefWorker"]
 
 
 @WORKERS.register("policy")

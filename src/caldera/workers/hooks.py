@@ -14,8 +14,6 @@ from typing import Protocol, Self
 from caldera.protocol import DataProto
 from caldera.rollout.base import Completion, OnFinished
 
-__all__ = ["BatchHook", "BatchHooks", "MakeHook", "ResponseHook", "ResponseHooks"]
-
 
 class BatchHook(Protocol):
     """One batch, whose responses are sampled inside of its `with`."""

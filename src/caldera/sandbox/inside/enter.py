@@ -8,8 +8,6 @@ from typing import Any
 
 from caldera.sandbox.inside import kernel
 
-__all__ = ["enter_namespaces"]
-
 NEW_ROOT = "/tmp"  # any folder that exists: the new root is mounted over it, for this process alone
 
 

@@ -7,24 +7,6 @@ import os
 import platform
 import signal
 
-__all__ = [
-    "CLONE_NEWCGROUP",
-    "CLONE_NEWIPC",
-    "CLONE_NEWNET",
-    "CLONE_NEWNS",
-    "CLONE_NEWPID",
-    "CLONE_NEWUSER",
-    "CLONE_NEWUTS",
-    "drop_capabilities",
-    "fork_into",
-    "make_read_only",
-    "mount",
-    "pivot_root",
-    "prctl",
-    "unmount",
-    "unshare",
-]
-
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
 CLONE_NEWUTS = 0x04000000

@@ -7,8 +7,6 @@ import builtins
 import symtable
 import sys
 
-__all__ = ["names_of_modules", "names_of_the_program"]
-
 # Built-ins that tests use on arguments and results. Any other that tests without a name of the
 # program's use is taken to be what they test: `assert pow(2, 3) == 8` tests the program's `pow`.
 HELPERS = frozenset(

@@ -20,8 +20,6 @@ from typing import Any, NoReturn
 from caldera.sandbox.inside.serving import answer_calls
 from caldera.sandbox.inside.testing import run_tests
 
-__all__ = ["run_program"]
-
 MEBIBYTE = 2**20
 # Processes of the slot that stand beside the program's own and count towards the same limit.
 PROCESSES_OF_THE_SANDBOX = 8

@@ -13,8 +13,6 @@ import struct
 
 from caldera.sandbox.inside import kernel
 
-__all__ = ["install_filter"]
-
 # name: (x86_64, aarch64)
 REFUSED = {
     "socket": (41, 198),

@@ -9,8 +9,6 @@ from typing import Any, BinaryIO
 
 from caldera.sandbox.inside.wire import decode, encode
 
-__all__ = ["answer_calls"]
-
 OPERATIONS: dict[str, Callable[..., Any]] = {"getattr": getattr, "setattr": setattr}
 
 

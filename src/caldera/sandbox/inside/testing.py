@@ -17,8 +17,6 @@ from typing import Any, BinaryIO, NoReturn
 from caldera.sandbox.inside.names import names_of_modules, names_of_the_program
 from caldera.sandbox.inside.wire import decode, encode
 
-__all__ = ["run_tests"]
-
 # In tests these end a loop quietly: `all(map(f, values))` would be true of an f that raises one.
 ENDS_OF_LOOPS = (StopIteration, StopAsyncIteration)
 

@@ -7,8 +7,6 @@ import builtins
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Reference", "decode", "encode"]
-
 Reference = Callable[[Any], Any]
 
 MAX_DEPTH = 100

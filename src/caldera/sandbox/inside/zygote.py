@@ -22,8 +22,6 @@ from caldera.sandbox.inside import kernel
 from caldera.sandbox.inside.program import run_program
 from caldera.sandbox.inside.seccomp import install_filter
 
-__all__ = ["serve"]
-
 WORKING_FOLDER = "/box"
 MAX_MESSAGE_BYTES = 65536
 MAX_DESCRIPTORS = 5

@@ -14,8 +14,6 @@ import numpy
 
 from caldera.errors import DataError
 
-__all__ = ["Passage", "Passages", "read_corpus", "write_passages"]
-
 Passage = dict[str, Any]
 
 LINES, OFFSETS = "passages.jsonl", "offsets.npy"

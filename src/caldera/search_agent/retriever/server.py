@@ -15,9 +15,6 @@ from caldera.errors import ConfigError, DataError
 from caldera.search_agent.retriever.index import Hit, Index
 from caldera.web import JsonHandler, ThreadedServer, read_object
 
-__all__ = ["BatchedSearch", "RetrieverServer"]
-
-
 Key = tuple[str, int]
 Waiting = tuple[Key, "Future[list[Hit]]"]
 MOST_TOGETHER = 256

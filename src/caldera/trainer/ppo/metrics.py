@@ -11,13 +11,6 @@ from torch import Tensor
 from caldera.protocol import DataProto
 from caldera.trainer.ppo.rewards import rows_with_reward
 
-__all__ = [
-    "compute_data_metrics",
-    "compute_rollout_diff_metrics",
-    "compute_throughput_metrics",
-    "compute_timing_metrics",
-]
-
 # Phases whose time per token is reported: generation works on response tokens, the rest on all.
 PHASES_OVER_ALL_TOKENS = ("ref", "values", "adv", "update_critic", "update_actor")
 

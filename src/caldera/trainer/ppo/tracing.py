@@ -26,8 +26,6 @@ from caldera.tracking.traces import (
 )
 from caldera.workers.hooks import MakeHook
 
-__all__ = ["BatchTracing", "RolloutTracer", "make_tracer"]
-
 ROW_FACTS = ("uid", "data_source", "agent_name", "index")
 """Columns of a row that its trace can be found by."""
 

@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["name_validation_metrics", "process_validation_metrics", "validation_turn_metrics"]
-
 DRAWS = 1000
 PROMPTS_AT_ONCE = 64  # bounds the memory of a majority vote: 64 x 1000 x N floats
 

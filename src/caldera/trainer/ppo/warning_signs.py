@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 
-__all__ = ["WarningSigns", "collapsed_policy", "constant_reward", "diverged_policy"]
-
 Step = Mapping[str, float]
 Rule = Callable[[Sequence[Step], bool], str | None]
 """Of the steps, and whether the last of them is the run's."""
