@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import update_wrapper
 from typing import TYPE_CHECKING
 
 import torch
@@ -101,9 +103,88 @@ def shares_of_means(
     }
 
 
-def log_ratio_of(old_log_prob: Tensor, log_prob: Tensor, response_mask: Tensor) -> Tensor:
-    """log(new probability / old probability) of each token, 0 outside the mask."""
-    return zero_outside(log_prob - old_log_prob, response_mask)
+@dataclass(frozen=True, eq=False)
+class LossInputs:
+    """What a loss is called with, and the terms that losses make of it."""
+
+    old_log_prob: Tensor  # (B, R), as are all tensors here
+    log_prob: Tensor
+    advantages: Tensor
+    response_mask: Tensor
+    loss_agg_mode: str
+    config: ActorConfig
+    rollout_is_weights: Tensor | None
+    scale: LossScale
+
+    def log_ratio(self) -> Tensor:
+        """log(new probability / old probability) of each token, 0 outside the mask."""
+        return zero_outside(self.log_prob - self.old_log_prob, self.response_mask)
+
+    def kept_log_prob(self) -> Tensor:
+        """`log_prob`, 0 outside the mask."""
+        return zero_outside(self.log_prob, self.response_mask)
+
+    def weighted(self, losses: Tensor) -> Tensor:
+        return losses if self.rollout_is_weights is None else losses * self.rollout_is_weights
+
+    def aggregate(self, losses: Tensor, mode: str | None = None) -> Tensor:
+        """The loss, of the losses of tokens without their weights."""
+        mode = mode or self.loss_agg_mode
+        factor = self.config.loss_scale_factor
+        return self.scale.aggregate(self.weighted(losses), self.response_mask, mode, factor)
+
+    def metrics(
+        self, kl: Tensor, clipped: Tensor | None = None, clipped_lower: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The metrics that losses have in common, as means over tokens.
+
+        Losses without such a bound report 0 clipped tokens.
+        """
+        nowhere = torch.zeros_like(kl)
+        per_token = {
+            "actor/pg_clipfrac": nowhere if clipped is None else clipped.to(kl.dtype),
+            "actor/ppo_kl": kl,
+            "actor/pg_clipfrac_lower": (
+                nowhere if clipped_lower is None else clipped_lower.to(kl.dtype)
+            ),
+        }
+        return {
+            name: self.scale.token_mean(values, self.response_mask)
+            for name, values in per_token.items()
+        }
+
+
+def policy_loss(name: str) -> Callable[[Callable[[LossInputs], LossAndMetrics]], PolicyLossFn]:
+    """Register a loss that is written as a function of its inputs; it is called as all are."""
+
+    def registered(compute: Callable[[LossInputs], LossAndMetrics]) -> PolicyLossFn:
+        def loss_fn(
+            old_log_prob: Tensor,
+            log_prob: Tensor,
+            advantages: Tensor,
+            response_mask: Tensor,
+            loss_agg_mode: str,
+            config: ActorConfig,
+            rollout_is_weights: Tensor | None = None,
+            scale: LossScale | None = None,
+        ) -> LossAndMetrics:
+            given = LossInputs(
+                old_log_prob,
+                log_prob,
+                advantages,
+                response_mask,
+                loss_agg_mode,
+                config,
+                rollout_is_weights,
+                scale or LossScale.from_mask(response_mask),
+            )
+            return compute(given)
+
+        update_wrapper(loss_fn, compute)
+        del loss_fn.__wrapped__  # type: ignore[attr-defined]  # the signature is its own
+        return register_policy_loss(name)(loss_fn)
+
+    return registered
 
 
 def bounded_exp(exponent: Tensor) -> Tensor:
@@ -129,27 +210,3 @@ def clipped_objective(
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     return torch.maximum(plain, clipped), clipped > plain
-
-
-def weighted(losses: Tensor, rollout_is_weights: Tensor | None) -> Tensor:
-    return losses if rollout_is_weights is None else losses * rollout_is_weights
-
-
-def update_metrics(
-    scale: LossScale,
-    response_mask: Tensor,
-    kl: Tensor,
-    clipped: Tensor | None = None,
-    clipped_lower: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """The metrics that losses have in common, as means over tokens; all tensors are (B, R).
-
-    Losses without such a bound report 0 clipped tokens.
-    """
-    nowhere = torch.zeros_like(kl)
-    per_token = {
-        "actor/pg_clipfrac": nowhere if clipped is None else clipped.to(kl.dtype),
-        "actor/ppo_kl": kl,
-        "actor/pg_clipfrac_lower": nowhere if clipped_lower is None else clipped_lower.to(kl.dtype),
-    }
-    return {name: scale.token_mean(values, response_mask) for name, values in per_token.items()}

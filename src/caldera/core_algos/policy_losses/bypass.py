@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from caldera.config.rollout_correction import RolloutCorrectionConfig
-from caldera.core_algos.aggregation import LossScale, zero_outside
+from caldera.core_algos.aggregation import zero_outside
 from caldera.core_algos.policy_losses.base import (
     LossAndMetrics,
-    log_ratio_of,
-    register_policy_loss,
+    LossInputs,
+    policy_loss,
     shares_of_means,
-    update_metrics,
-    weighted,
 )
 from caldera.core_algos.policy_losses.clipped import compute_policy_loss_vanilla
 from caldera.core_algos.rollout_correction import compute_rollout_correction_and_rejection_mask
@@ -24,17 +21,8 @@ if TYPE_CHECKING:
     from caldera.config.actor import ActorConfig
 
 
-@register_policy_loss("bypass_mode")
-def compute_policy_loss_bypass_mode(
-    old_log_prob: Tensor,  # (B, R), as are all tensors here
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: ActorConfig,
-    rollout_is_weights: Tensor | None = None,
-    scale: LossScale | None = None,
-) -> LossAndMetrics:
+@policy_loss("bypass_mode")
+def compute_policy_loss_bypass_mode(given: LossInputs) -> LossAndMetrics:
     """`old_log_prob` is the sampler's. Importance weights and rejections are computed anew from
     the policy as it is now, with the settings of `algorithm.rollout_correction`.
 
@@ -47,40 +35,29 @@ def compute_policy_loss_bypass_mode(
     the tensors at hand, and the loss depends on how micro-batches are cut. Metrics under
     rollout_corr/ are token-weighted means over micro-batches, the maxima and minima among them too.
     """
-    correction = _correction_of(config)
-    scale = scale or LossScale.from_mask(response_mask)
-    old_log_prob = zero_outside(old_log_prob, response_mask)
-    log_prob = zero_outside(log_prob, response_mask)
+    correction, mask = _correction_of(given.config), given.response_mask
+    old_log_prob = zero_outside(given.old_log_prob, mask)
+    log_prob = given.kept_log_prob()
     weights, accepted, corr_metrics = compute_rollout_correction_and_rejection_mask(
         old_log_prob=log_prob.detach(),
         rollout_log_prob=old_log_prob,
-        response_mask=response_mask,
+        response_mask=mask,
         rollout_is=correction.rollout_is,
         rollout_is_threshold=correction.rollout_is_threshold,
         rollout_rs=correction.rollout_rs,
         rollout_rs_threshold=correction.rollout_rs_threshold,
         rollout_is_batch_normalize=correction.rollout_is_batch_normalize,
     )
-    corr_shares = shares_of_means(corr_metrics, response_mask, scale, like=log_prob)
-    advantages = zero_outside(advantages, accepted)
+    corr_shares = shares_of_means(corr_metrics, mask, given.scale, like=log_prob)
+    advantages = zero_outside(given.advantages, accepted)
     if correction.loss_type == "ppo_clip":
-        loss, metrics = compute_policy_loss_vanilla(
-            old_log_prob,
-            log_prob,
-            advantages,
-            response_mask,
-            loss_agg_mode,
-            config,
-            rollout_is_weights,
-            scale,
-        )
+        accepted_alone = replace(given, advantages=advantages)
+        loss, metrics = compute_policy_loss_vanilla(**vars(accepted_alone))
         return loss, {**metrics, **corr_shares}
 
-    losses = weighted(-advantages * log_prob, weights)
-    losses = weighted(losses, rollout_is_weights)
-    loss = scale.aggregate(losses, response_mask, loss_agg_mode, config.loss_scale_factor)
-    log_ratio = log_ratio_of(old_log_prob, log_prob, response_mask)
-    return loss, {**update_metrics(scale, response_mask, -log_ratio), **corr_shares}
+    losses = -advantages * log_prob
+    loss = given.aggregate(losses if weights is None else losses * weights)
+    return loss, {**given.metrics(-given.log_ratio()), **corr_shares}
 
 
 def _correction_of(config: ActorConfig) -> RolloutCorrectionConfig:

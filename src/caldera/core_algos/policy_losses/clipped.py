@@ -2,130 +2,77 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from caldera.core_algos.aggregation import LossScale, masked_mean, masked_sum, zero_outside
+from caldera.core_algos.aggregation import masked_mean, masked_sum, zero_outside
 from caldera.core_algos.policy_losses.base import (
     MAX_LOG_RATIO,
     LossAndMetrics,
+    LossInputs,
     bounded_exp,
     clip_range,
     clipped_objective,
-    log_ratio_of,
-    register_policy_loss,
-    update_metrics,
-    weighted,
+    policy_loss,
 )
 from caldera.errors import ConfigError
 
-if TYPE_CHECKING:
-    from caldera.config.actor import ActorConfig
 
-
-@register_policy_loss("vanilla")
-def compute_policy_loss_vanilla(
-    old_log_prob: Tensor,  # (B, R), as are all tensors here
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: ActorConfig,
-    rollout_is_weights: Tensor | None = None,
-    scale: LossScale | None = None,
-) -> LossAndMetrics:
+@policy_loss("vanilla")
+def compute_policy_loss_vanilla(given: LossInputs) -> LossAndMetrics:
     """PPO's clipped objective, with dual clip: where the advantage is negative, the loss stops
     growing at `clip_ratio_c` times its size."""
+    config, advantages = given.config, given.advantages
     if config.clip_ratio_c <= 1:
         raise ConfigError(
             f"actor_rollout_ref.actor.clip_ratio_c={config.clip_ratio_c} must be greater than 1"
         )
-    scale = scale or LossScale.from_mask(response_mask)
-    log_ratio = log_ratio_of(old_log_prob, log_prob, response_mask)
-    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = given.log_ratio().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     pessimistic, clipped = clipped_objective(log_ratio.exp(), advantages, config)
     ceiling = -advantages * config.clip_ratio_c
     negative = advantages < 0
     losses = torch.where(negative, torch.minimum(pessimistic, ceiling), pessimistic)
-    losses = weighted(losses, rollout_is_weights)
-
-    loss = scale.aggregate(losses, response_mask, loss_agg_mode, config.loss_scale_factor)
     over_ceiling = (pessimistic > ceiling) & negative
-    return loss, update_metrics(scale, response_mask, -log_ratio, clipped, over_ceiling)
+    return given.aggregate(losses), given.metrics(-log_ratio, clipped, over_ceiling)
 
 
-@register_policy_loss("cispo")
-def compute_policy_loss_cispo(
-    old_log_prob: Tensor,  # (B, R), as are all tensors here
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: ActorConfig,
-    rollout_is_weights: Tensor | None = None,
-    scale: LossScale | None = None,
-) -> LossAndMetrics:
+@policy_loss("cispo")
+def compute_policy_loss_cispo(given: LossInputs) -> LossAndMetrics:
     """CISPO: the policy gradient, weighed by the clipped ratio as a constant. A clipped token
     keeps its gradient."""
-    low, high = clip_range(config)
-    scale = scale or LossScale.from_mask(response_mask)
-    log_prob = zero_outside(log_prob, response_mask)
-    log_ratio = log_ratio_of(old_log_prob, log_prob.detach(), response_mask)
+    low, high = clip_range(given.config)
+    log_ratio = given.log_ratio().detach()
     ratio = bounded_exp(log_ratio)
     weight = ratio.clamp(1 - low, 1 + high)
-
-    losses = weighted(-weight * advantages * log_prob, rollout_is_weights)
-    loss = scale.aggregate(losses, response_mask, loss_agg_mode, config.loss_scale_factor)
-    return loss, update_metrics(scale, response_mask, -log_ratio, clipped=weight != ratio)
+    losses = -weight * given.advantages * given.kept_log_prob()
+    return given.aggregate(losses), given.metrics(-log_ratio, weight != ratio)
 
 
 MAX_SEQUENCE_LOG_RATIO = 10.0
 
 
-@register_policy_loss("gspo")
-def compute_policy_loss_gspo(
-    old_log_prob: Tensor,  # (B, R), as are all tensors here
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: ActorConfig,
-    rollout_is_weights: Tensor | None = None,
-    scale: LossScale | None = None,
-) -> LossAndMetrics:
+@policy_loss("gspo")
+def compute_policy_loss_gspo(given: LossInputs) -> LossAndMetrics:
     """GSPO: PPO's clipped objective with the geometric mean of a sequence's ratios in place of
     each of them.
 
     The gradient reaches a token through its own log-prob alone, so that advantages may differ
     between tokens. Aggregation is always seq-mean-token-mean: `loss_agg_mode` is not read.
     """
-    scale = scale or LossScale.from_mask(response_mask)
-    log_prob = zero_outside(log_prob, response_mask)
-    log_ratio = log_ratio_of(old_log_prob, log_prob.detach(), response_mask)
-    sequence_log_ratio = _sequence_mean(log_ratio, response_mask).unsqueeze(-1)  # (B, 1)
+    log_prob = given.kept_log_prob()
+    log_ratio = given.log_ratio().detach()
+    sequence_log_ratio = _sequence_mean(log_ratio, given.response_mask).unsqueeze(-1)  # (B, 1)
     own_gradient = log_prob - log_prob.detach()  # 0
     ratio = (sequence_log_ratio + own_gradient).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
 
-    losses, clipped = clipped_objective(ratio, advantages, config)
-    losses = weighted(losses, rollout_is_weights)
-    loss = scale.aggregate(losses, response_mask, "seq-mean-token-mean")
-    return loss, update_metrics(scale, response_mask, -log_ratio, clipped)
+    losses, clipped = clipped_objective(ratio, given.advantages, given.config)
+    loss = given.aggregate(losses, "seq-mean-token-mean")
+    return loss, given.metrics(-log_ratio, clipped)
 
 
-@register_policy_loss("geo_mean")
-def compute_policy_loss_geo_mean(
-    old_log_prob: Tensor,  # (B, R), as are all tensors here
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: ActorConfig,
-    rollout_is_weights: Tensor | None = None,
-    scale: LossScale | None = None,
-) -> LossAndMetrics:
+@policy_loss("geo_mean")
+def compute_policy_loss_geo_mean(given: LossInputs) -> LossAndMetrics:
     """GMPO: the geometric mean of a sequence's ratios, clipped one by one in log space, times the
     mean of its advantages.
 
@@ -134,24 +81,20 @@ def compute_policy_loss_geo_mean(
     `loss_agg_mode` is not read. Importance weights count with their geometric mean in a sequence,
     so that one weight of 0 takes out all of it.
     """
-    low, high = clip_range(config)
-    scale = scale or LossScale.from_mask(response_mask)
-    log_ratio = log_ratio_of(old_log_prob, log_prob, response_mask)
+    low, high = clip_range(given.config)
+    advantages, mask, weights = given.advantages, given.response_mask, given.rollout_is_weights
+    log_ratio = given.log_ratio()
     clipped = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
 
-    ratio = bounded_exp(_sequence_mean(clipped, response_mask))  # (B,)
-    losses = -_sequence_mean(advantages, response_mask) * ratio
-    if rollout_is_weights is not None:
-        losses = losses * _sequence_mean(rollout_is_weights.log(), response_mask).exp()
+    ratio = bounded_exp(_sequence_mean(clipped, mask))  # (B,)
+    losses = -_sequence_mean(advantages, mask) * ratio
+    if weights is not None:
+        losses = losses * _sequence_mean(weights.log(), mask).exp()
 
     # A sequence is one element here: its sum is itself.
-    loss = scale.aggregate(
-        losses.unsqueeze(-1), response_mask.bool().any(-1, keepdim=True), "seq-mean-token-sum"
-    )
-    metrics = update_metrics(
-        scale, response_mask, -log_ratio, clipped < log_ratio, clipped > log_ratio
-    )
-    return loss, metrics
+    has_tokens = mask.bool().any(-1, keepdim=True)
+    loss = given.scale.aggregate(losses.unsqueeze(-1), has_tokens, "seq-mean-token-sum")
+    return loss, given.metrics(-log_ratio, clipped < log_ratio, clipped > log_ratio)
 
 
 def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -159,93 +102,47 @@ def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
     return masked_sum(values, mask, dim=-1) / mask.bool().sum(-1).clamp(min=1)
 
 
-@register_policy_loss("sapo")
-def compute_policy_loss_sapo(
-    old_log_prob: Tensor,  # (B, R), as are all tensors here
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: ActorConfig,
-    rollout_is_weights: Tensor | None = None,
-    scale: LossScale | None = None,
-) -> LossAndMetrics:
+@policy_loss("sapo")
+def compute_policy_loss_sapo(given: LossInputs) -> LossAndMetrics:
     """SAPO: a sigmoid of the ratio in place of the clip. Its slope is 1 at ratio 1 and fades on
     both sides, the faster the higher `tau_pos` or `tau_neg`, by the sign of the advantage.
 
     Aggregation is always seq-mean-token-mean: `loss_agg_mode` is not read.
     """
+    config, advantages = given.config, given.advantages
     for key in ("tau_pos", "tau_neg"):
         if getattr(config, key) <= 0:
             raise ConfigError(f"actor_rollout_ref.actor.{key}={getattr(config, key)} must be > 0")
-    scale = scale or LossScale.from_mask(response_mask)
-    log_ratio = log_ratio_of(old_log_prob, log_prob, response_mask)
+    log_ratio = given.log_ratio()
     ratio = bounded_exp(log_ratio)
     tau = torch.full_like(ratio, config.tau_neg).masked_fill(advantages > 0, config.tau_pos)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
-
-    losses = weighted(-advantages * gate, rollout_is_weights)
-    loss = scale.aggregate(losses, response_mask, "seq-mean-token-mean")
-    return loss, update_metrics(scale, response_mask, -log_ratio)
+    loss = given.aggregate(-advantages * gate, "seq-mean-token-mean")
+    return loss, given.metrics(-log_ratio)
 
 
-@register_policy_loss("gpg")
-def compute_policy_loss_gpg(
-    old_log_prob: Tensor,  # (B, R), as are all tensors here
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: ActorConfig,
-    rollout_is_weights: Tensor | None = None,
-    scale: LossScale | None = None,
-) -> LossAndMetrics:
+@policy_loss("gpg")
+def compute_policy_loss_gpg(given: LossInputs) -> LossAndMetrics:
     """GPG: the policy gradient as it is. `old_log_prob` is not read, and there are no metrics."""
-    scale = scale or LossScale.from_mask(response_mask)
-    losses = -advantages * zero_outside(log_prob, response_mask)
-    losses = weighted(losses, rollout_is_weights)
-    return scale.aggregate(losses, response_mask, loss_agg_mode, config.loss_scale_factor), {}
+    return given.aggregate(-given.advantages * given.kept_log_prob()), {}
 
 
-@register_policy_loss("dro")
-def compute_policy_loss_dro(
-    old_log_prob: Tensor,  # (B, R), as are all tensors here
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: ActorConfig,
-    rollout_is_weights: Tensor | None = None,
-    scale: LossScale | None = None,
-) -> LossAndMetrics:
+@policy_loss("dro")
+def compute_policy_loss_dro(given: LossInputs) -> LossAndMetrics:
     """DRO: the policy gradient, and half the squared log-ratio times `policy_loss.dro_beta` to
     hold the policy near the old one."""
-    beta = config.policy_loss.dro_beta
+    beta = given.config.policy_loss.dro_beta
     if beta is None or beta <= 0:
         raise ConfigError(
             f"actor_rollout_ref.actor.policy_loss.dro_beta={beta}: loss_mode=dro needs one > 0"
         )
-    scale = scale or LossScale.from_mask(response_mask)
-    log_prob = zero_outside(log_prob, response_mask)
-    log_ratio = log_ratio_of(old_log_prob, log_prob, response_mask)
-
-    losses = beta / 2 * log_ratio.square() - advantages * log_prob
-    losses = weighted(losses, rollout_is_weights)
-    loss = scale.aggregate(losses, response_mask, loss_agg_mode, config.loss_scale_factor)
-    return loss, update_metrics(scale, response_mask, -log_ratio)
+    log_ratio = given.log_ratio()
+    losses = beta / 2 * log_ratio.square() - given.advantages * given.kept_log_prob()
+    return given.aggregate(losses), given.metrics(-log_ratio)
 
 
-@register_policy_loss("clip_cov")
-def compute_policy_loss_clip_cov(
-    old_log_prob: Tensor,  # (B, R), as are all tensors here
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: ActorConfig,
-    rollout_is_weights: Tensor | None = None,
-    scale: LossScale | None = None,
-) -> LossAndMetrics:
+@policy_loss("clip_cov")
+def compute_policy_loss_clip_cov(given: LossInputs) -> LossAndMetrics:
     """Clip-Cov: PPO's clipped objective (no dual clip), less a random few of the tokens with a
     covariance between `clip_cov_lb` and `clip_cov_ub`.
 
@@ -253,59 +150,44 @@ def compute_policy_loss_clip_cov(
     already; they count as 0 in the mean. The draw is a function of the tensors alone (see
     `_draw`), so that a resumed run repeats it. The loss depends on how micro-batches are cut.
     """
-    settings = config.policy_loss
-    scale = scale or LossScale.from_mask(response_mask)
-    log_ratio = log_ratio_of(old_log_prob, log_prob, response_mask)
-    losses, clipped = clipped_objective(bounded_exp(log_ratio), advantages, config)
+    settings, mask, old_log_prob = given.config.policy_loss, given.response_mask, given.old_log_prob
+    log_ratio = given.log_ratio()
+    losses, clipped = clipped_objective(bounded_exp(log_ratio), given.advantages, given.config)
 
-    covariances = _covariances(log_prob, advantages, response_mask)
+    covariances = _covariances(given)
     within = (covariances > settings.clip_cov_lb) & (covariances < settings.clip_cov_ub)
-    candidates = within & ~clipped & response_mask.bool()
-    number = _few(settings.clip_cov_ratio, response_mask)
-    taken_out = _draw(candidates, number, old_log_prob, _seed_of(old_log_prob, response_mask))
+    candidates = within & ~clipped & mask.bool()
+    number = _few(settings.clip_cov_ratio, mask)
+    taken_out = _draw(candidates, number, old_log_prob, _seed_of(old_log_prob, mask))
 
-    losses = weighted(losses.masked_fill(taken_out, 0), rollout_is_weights)
-    loss = scale.aggregate(losses, response_mask, loss_agg_mode, config.loss_scale_factor)
-    return loss, update_metrics(scale, response_mask, -log_ratio, clipped | taken_out)
+    loss = given.aggregate(losses.masked_fill(taken_out, 0))
+    return loss, given.metrics(-log_ratio, clipped | taken_out)
 
 
-@register_policy_loss("kl_cov")
-def compute_policy_loss_kl_cov(
-    old_log_prob: Tensor,  # (B, R), as are all tensors here
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: ActorConfig,
-    rollout_is_weights: Tensor | None = None,
-    scale: LossScale | None = None,
-) -> LossAndMetrics:
+@policy_loss("kl_cov")
+def compute_policy_loss_kl_cov(given: LossInputs) -> LossAndMetrics:
     """KL-Cov: the ratio times the advantage, unclipped, and a hold on the tokens with the highest
     covariance: `ppo_kl_coef` times the absolute log-ratio.
 
     These are `kl_cov_ratio` of all tokens, and one at least. The metric actor/ppo_kl is the mean
     absolute log-ratio. The loss depends on how micro-batches are cut.
     """
-    settings = config.policy_loss
-    scale = scale or LossScale.from_mask(response_mask)
-    log_ratio = log_ratio_of(old_log_prob, log_prob, response_mask)
+    settings, mask = given.config.policy_loss, given.response_mask
+    log_ratio = given.log_ratio()
     distance = log_ratio.abs()
 
-    covariances = _covariances(log_prob, advantages, response_mask)
-    ranked = covariances.masked_fill(~response_mask.bool(), -torch.inf).flatten()
-    highest = ranked.topk(_few(settings.kl_cov_ratio, response_mask)).indices
-    held = _at(highest, response_mask)
+    ranked = _covariances(given).masked_fill(~mask.bool(), -torch.inf).flatten()
+    highest = ranked.topk(_few(settings.kl_cov_ratio, mask)).indices
+    held = _at(highest, mask)
 
-    losses = -advantages * bounded_exp(log_ratio)
+    losses = -given.advantages * bounded_exp(log_ratio)
     losses = losses + settings.ppo_kl_coef * distance.masked_fill(~held, 0)
-    losses = weighted(losses, rollout_is_weights)
-    loss = scale.aggregate(losses, response_mask, loss_agg_mode, config.loss_scale_factor)
-    return loss, update_metrics(scale, response_mask, distance)
+    return given.aggregate(losses), given.metrics(distance)
 
 
-def _covariances(log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+def _covariances(given: LossInputs) -> Tensor:
     """Each token's term of the covariance of log-probs and advantages, 0 outside the mask."""
-    log_prob = log_prob.detach()
+    log_prob, advantages, mask = given.log_prob.detach(), given.advantages, given.response_mask
     from_mean_advantage = advantages - masked_mean(advantages, mask)
     from_mean_log_prob = log_prob - masked_mean(log_prob, mask)
     return zero_outside(from_mean_advantage * from_mean_log_prob, mask)
