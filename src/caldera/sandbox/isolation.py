@@ -35,7 +35,7 @@ ENVIRONMENT = {
 
 PACKAGE = "caldera.sandbox.inside"
 # Later ones import earlier ones.
-MODULES = ("kernel", "seccomp", "wire", "serving", "names", "testing", "program", "enter", "zygote")
+MODULES = ("kernel", "seccomp", "wire", "serving", "testing", "program", "enter", "zygote")
 BOOT = """
 import json, os, socket, sys, types
 given = json.loads(GIVEN)

@@ -83,7 +83,7 @@ CORE = {
     "verl.trainer.ppo.metric_utils": {
         **_same("caldera.trainer.ppo.metrics", "compute_timing_metrics"),
         **_same("caldera.trainer.metrics", "reduce_metrics"),
-        **_same("caldera.trainer.ppo.validation_metrics", "process_validation_metrics"),
+        **_same("caldera.trainer.ppo.validation", "process_validation_metrics"),
         **_same("verl._adapters", "compute_data_metrics"),
         "compute_throughout_metrics": "caldera.trainer.ppo.metrics:compute_throughput_metrics",
     },

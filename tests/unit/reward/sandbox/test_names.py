@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from caldera.sandbox.inside.names import names_of_modules, names_of_the_program
+from caldera.sandbox.inside.testing import names_of_modules, names_of_the_program
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,8 @@ from caldera.config import RolloutConfig
 from caldera.config.rollout import NativeRolloutConfig
 from caldera.models.attention import ATTENTION
 from caldera.rollout.base import Request, SamplingParams
-from caldera.rollout.native.cpu.fused_forward import FusedBackbone, FusedLayer, SmallLayer
 from caldera.rollout.native.cpu.kernels import find_compiler
-from caldera.rollout.native.cpu.runner import PackedRunner
+from caldera.rollout.native.cpu.runner import FusedBackbone, FusedLayer, PackedRunner, SmallLayer
 from caldera.rollout.native.cpu.weights import can_pack
 from caldera.rollout.native.engine import NativeRollout
 from caldera.rollout.native.runner import sum_of_bits

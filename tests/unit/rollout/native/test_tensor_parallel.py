@@ -32,9 +32,13 @@ from caldera.errors import ConfigError, RolloutError, UnsupportedError
 from caldera.models.attention import ATTENTION
 from caldera.models.pretrained import take_values
 from caldera.rollout import AsyncSampler, Completion, NativeRollout, Request, SamplingParams
-from caldera.rollout.native.parallel.engine import TensorParallelRollout
+from caldera.rollout.native.parallel.engine import (
+    FIRST_PART,
+    TensorParallelRollout,
+    packed,
+    unpacked,
+)
 from caldera.rollout.native.parallel.sharding import planned_layers
-from caldera.rollout.native.parallel.team import FIRST_PART, packed, unpacked
 from caldera.rollout.native.steps import Decode, Prefill, Step
 
 pytestmark = pytest.mark.timeout(240)  # the first test waits for all that the processes do

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from caldera.protocol import DataProto
-from caldera.trainer.ppo.validation import Responses, ground_truths
-from caldera.trainer.ppo.validation_metrics import (
+from caldera.trainer.ppo.validation import (
+    Responses,
+    ground_truths,
     name_validation_metrics,
     process_validation_metrics,
 )

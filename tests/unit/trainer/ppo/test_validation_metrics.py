@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caldera.trainer.ppo.validation_metrics import (
+from caldera.trainer.ppo.validation import (
     name_validation_metrics,
     process_validation_metrics,
     validation_turn_metrics,
