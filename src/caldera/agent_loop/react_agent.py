@@ -112,21 +112,11 @@ class ReactAgentLoop(ToolAgentLoop):
 
     async def sample(self, finds_calls: bool) -> ParsedCalls:
         """Sample a response, and find the calls in it."""
-        trajectory, params = self.trajectory, self._sampling_params
-        room = self.config.actor_rollout_ref.rollout.response_length - len(trajectory.response_ids)
-        output = await self.server_manager.generate(
-            trajectory.tools.request_id,
-            trajectory.prompt_ids + trajectory.response_ids,
-            params | {"max_tokens": min(room, params.get("max_tokens", room))},
-        )
-        trajectory.append(output.token_ids, output.log_probs)
-        trajectory.assistant_turns += 1
-        message = self._message(output.token_ids)
-        trajectory.tools.messages.append(message)
-        if not output.token_ids or output.stop_reason == "abort" or self._is_over(trajectory):
+        output = await self._sample(self.trajectory, self._sampling_params)
+        if output is None:
             raise TrajectoryOver
         if not finds_calls:
-            return ParsedCalls(message["content"])
+            return ParsedCalls(self.trajectory.tools.messages[-1]["content"])
         return await self.equipment.parser.read(output.token_ids)
 
     async def call_tools(self, found: ParsedCalls) -> list[ToolOutcome]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from caldera.agent_loop.base import AgentLoopBase, AgentLoopOutput, register
+from caldera.agent_loop.base import AgentLoopBase, AgentLoopOutput, TokenOutput, register
 from caldera.agent_loop.output import DETAIL, TOOL, USER
 from caldera.data.chat import Message
 from caldera.data.loader import truncate
@@ -134,7 +134,8 @@ class ToolAgentLoop(AgentLoopBase):
             trajectory.conversation = None
         return State.GENERATING
 
-    async def _generate(self, trajectory: Trajectory, params: dict[str, Any]) -> State:
+    async def _sample(self, trajectory: Trajectory, params: dict[str, Any]) -> TokenOutput | None:
+        """Add a response to the trajectory; None where nothing may follow it."""
         room = self.config.actor_rollout_ref.rollout.response_length - len(trajectory.response_ids)
         output = await self.server_manager.generate(
             trajectory.tools.request_id,
@@ -144,7 +145,12 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory.append(output.token_ids, output.log_probs)
         trajectory.assistant_turns += 1
         trajectory.tools.messages.append(self._message(output.token_ids))
-        if not output.token_ids or output.stop_reason == "abort" or self._is_over(trajectory):
+        is_cut = not output.token_ids or output.stop_reason == "abort"
+        return None if is_cut or self._is_over(trajectory) else output
+
+    async def _generate(self, trajectory: Trajectory, params: dict[str, Any]) -> State:
+        output = await self._sample(trajectory, params)
+        if output is None:
             return State.TERMINATED
         if self.equipment.tools is not None:
             found = await self.equipment.parser.read(output.token_ids)
