@@ -98,6 +98,12 @@ def too_slow(part: str) -> str:
     return f"the {part} of a request must be there within {seconds:g} s"
 
 
+def error_content(status: int, message: str, field: str | None = None) -> dict[str, Any]:
+    """An error as clients of OpenAI's protocol read it; `field` is what it is about."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": field, "code": status}}
+
+
 def error_text(error: BaseException) -> str:
     """An error for a client's eyes."""
     return f"{type(error).__name__}: {error}"

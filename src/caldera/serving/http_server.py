@@ -1,4 +1,4 @@
-"""An HTTP server in a thread; the one place that imports starlette and uvicorn.
+"""An HTTP server in a thread, by starlette and uvicorn, which are imported when one starts.
 
 What a client that goes away has asked for is cancelled, and one that is too slow is dropped.
 """
@@ -9,21 +9,15 @@ import asyncio
 import json
 import logging
 import socket
-import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-
-from h11 import SEND_BODY
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from caldera import web
 from caldera.errors import ConfigError, WorkerError
-from caldera.heap import trim_heap
 from caldera.installation import install_command
 
 if TYPE_CHECKING:
@@ -74,14 +68,8 @@ def json_reply(content: Any, status: int = 200) -> Reply:
     return Reply(status, json.dumps(content).encode())
 
 
-def error_content(status: int, message: str, field: str | None = None) -> dict[str, Any]:
-    """An error as clients of OpenAI's protocol read it; `field` is what it is about."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": field, "code": status}}
-
-
 def error_reply(status: int, message: str) -> Reply:
-    return json_reply(error_content(status, message), status)
+    return json_reply(web.error_content(status, message), status)
 
 
 class HttpServer:
@@ -128,6 +116,7 @@ def _make_server(handle: Handler) -> Any:
         from starlette.requests import Request as StarletteRequest
         from starlette.responses import Response
 
+        from caldera.serving.patient_protocol import PatientProtocol
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"a server needs {error.name}, which is not installed: {install_command('serve')}"
@@ -231,138 +220,3 @@ async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T | No
 #
 # Uvicorn waits for ever for headers, bodies, and clients that do not read their responses. Only
 # `http_server.py` imports this file, and only when a server starts: it needs uvicorn.
-
-
-class Phase(NamedTuple):
-    """The client's next step, of which request."""
-
-    part: str
-    cycle: Any
-
-    @property
-    def seconds(self) -> float:
-        if self.part == "headers":
-            return web.SECONDS_FOR_HEADERS
-        return web.SECONDS_FOR_BODY if self.part == "body" else web.SECONDS_TO_LINGER
-
-
-class PatientProtocol(H11Protocol):
-    """Uvicorn's, with an end to its patience."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._phase: Phase | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
-        self._is_refused = False
-        self._received = 0
-        self._trims = False
-
-    # ---- what the transport calls
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._timer, self._write_timer):
-            if timer is not None:
-                timer.cancel()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        if self._is_refused:
-            return
-        self._received += len(data)
-        super().data_received(data)
-        self._watch()
-
-    def eof_received(self) -> None:
-        if self._phase is not None and self._phase.part == "body" and not self._is_refused:
-            self._refuse(HTTPStatus.BAD_REQUEST, "the body ended before its Content-Length")
-        super().eof_received()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        seconds = web.SECONDS_TO_TAKE_ANSWER
-        self._write_timer = self.loop.call_later(seconds, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-        self._trim()
-
-    # ---- what uvicorn calls
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        moved = self._received + self.transport.get_write_buffer_size()
-        self._received = 0
-        self._trims = moved > web.LARGE_BYTES
-        self._trim()
-        self._watch()
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(HTTPStatus.BAD_REQUEST, f"{msg} {sys.exception() or ''}".strip())
-
-    # ---- patience
-
-    def _watch(self) -> None:
-        """Start the time of a phase when it begins; later bytes of it do not start it anew."""
-        phase = self._find_phase()
-        if phase == self._phase or self._is_refused:
-            return
-        self._phase = phase
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-        if phase is not None:
-            self._timer = self.loop.call_later(phase.seconds, self._give_up, phase)
-
-    def _find_phase(self) -> Phase | None:
-        cycle = self.cycle
-        if cycle is not None and not cycle.response_complete:
-            return Phase("body", cycle) if cycle.more_body else None
-        if self.conn.their_state is SEND_BODY:
-            return Phase("rest", cycle)  # of a request that is answered already
-        if cycle is None or self.conn.trailing_data[0]:
-            return Phase("headers", cycle)
-        return None  # between two requests, when uvicorn closes by itself
-
-    def _give_up(self, phase: Phase) -> None:
-        if phase.part == "rest" or (phase.part == "headers" and not self.conn.trailing_data[0]):
-            self.transport.abort()  # nothing was asked
-        else:
-            self._refuse(HTTPStatus.REQUEST_TIMEOUT, web.too_slow(phase.part))
-
-    def _refuse(self, status: HTTPStatus, message: str) -> None:
-        """Respond in place of the application, and close when the client has had time to read."""
-        cycle = self.cycle
-        is_open = cycle is not None and not cycle.response_complete
-        if self.transport.is_closing() or (is_open and cycle.response_started):
-            self.transport.abort()
-            return
-        self._is_refused = True
-        self._unset_keepalive_if_required()
-        body = json.dumps(error_content(status, message)).encode()
-        head = (
-            f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        if is_open:
-            cycle.disconnected = True
-            cycle.message_event.set()
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        if self._timer is not None:
-            self._timer.cancel()
-        self.flow.resume_reading()
-        self._timer = self.loop.call_later(web.SECONDS_TO_LINGER, self.transport.abort)
-
-    def _trim(self) -> None:
-        """Once a large request is done with, and its response is out."""
-        if self._trims and not self.flow.write_paused:
-            self._trims = False
-            self.loop.call_soon(self.loop.run_in_executor, None, trim_heap)

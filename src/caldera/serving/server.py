@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import caldera.tools.formats  # noqa: F401 -- registers them
+from caldera import web
 from caldera.errors import CalderaError, ConfigError, DataError, RolloutError
 from caldera.rollout import AsyncSampler, Completion, Piece
 from caldera.rollout import Request as Sample
@@ -37,7 +38,6 @@ from caldera.serving.http_server import (
     Reply,
     Request,
     Stream,
-    error_content,
     error_reply,
     json_reply,
 )
@@ -137,7 +137,7 @@ class Jobs:
                 raise
             logger.exception("POST %s failed in the midst of its stream", job.answer.asked.path)
             status = FAILED
-            yield _event(error_content(status, f"{type(error).__name__}: {error}"))
+            yield _event(web.error_content(status, f"{type(error).__name__}: {error}"))
         finally:
             if has_begun:
                 self._metrics.running.add(-1)
@@ -241,7 +241,7 @@ def failure(error: CalderaError) -> tuple[int, dict[str, Any]]:
     else:
         status = 503 if isinstance(error, Unavailable) else FAILED
     field = error.name if isinstance(error, BadField) else None
-    return status, error_content(status, str(error), field)
+    return status, web.error_content(status, str(error), field)
 
 
 async def chained(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

@@ -224,7 +224,7 @@ def test_without_langgraph_the_loop_says_what_to_install(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "langgraph.graph", None)
-    monkeypatch.delitem(sys.modules, "caldera.agent_loop.react_agent", raising=False)
+    monkeypatch.delitem(sys.modules, "caldera.agent_loop.react_graph", raising=False)
     with pytest.raises(ConfigError, match=re.escape(install_command("langgraph"))):
         run("42<eos>", loop="react_agent")
 

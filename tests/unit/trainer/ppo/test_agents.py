@@ -65,7 +65,7 @@ def test_the_search_agent_needs_a_retriever(by_row: bool) -> None:
 @ASKED
 def test_the_loop_of_langgraph_needs_it(by_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "langgraph.graph", None)
-    monkeypatch.delitem(sys.modules, "caldera.agent_loop.react_agent", raising=False)
+    monkeypatch.delitem(sys.modules, "caldera.agent_loop.react_graph", raising=False)
     with pytest.raises(
         ConfigError, match=r"react_agent .*default_agent_loop.*pip install .*\[langgraph\]'$"
     ):
