@@ -388,7 +388,7 @@ def test_a_client_that_does_not_take_its_answer_is_dropped(
 @pytest.mark.parametrize("kind", ["threads", "events"])
 def test_memory_goes_back_after_large_answers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed = threading.Event()
-    for module in ("caldera.web", "caldera.serving.http_server"):
+    for module in ("caldera.web", "caldera.serving.patient_protocol"):
         monkeypatch.setattr(f"{module}.trim_heap", trimmed.set)
     with serving(kind, 2**24) as address:
         small = Service(address, "/", {})
