@@ -18,8 +18,8 @@ MARKDOWN = $(shell git ls-files "*.md" ":!docs/reference")
 .DEFAULT_GOAL := help
 # The suites share two cores and one environment: never run them side by side.
 .NOTPARALLEL:
-.PHONY: help demo demo-smollm2 test check unit integration e2e slow ray megatron kernels tracking \
-	vllm sglang lint format clean
+.PHONY: help demo demo-smollm2 test check unit coverage integration e2e slow ray megatron kernels \
+	tracking vllm sglang lint format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | \
@@ -38,6 +38,11 @@ check: lint unit ## The quick checks, before every commit
 
 unit: $(VENV)/.stamp-dev ## Unit tests
 	$(PYTEST_TWICE) tests/unit $(QUICK)
+
+# The report judges the floor, after its table: pytest would judge it without one.
+coverage: $(VENV)/.stamp-dev ## Unit tests, and the lines of each package that they run
+	$(PYTEST_TWICE) tests/unit $(QUICK) --cov --cov-report= --cov-fail-under=0
+	$(BIN)/python scripts/report_coverage.py
 
 integration: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 ## Tests of several parts together, with real weights
 	$(PYTEST_TWICE) tests/integration $(QUICK)
@@ -83,7 +88,7 @@ format: $(VENV)/.stamp-dev ## Format code and docs, and fix what ruff can fix
 	$(BIN)/mdformat $(MARKDOWN)
 
 clean: ## Remove caches and build files; keeps .venv and what runs wrote
-	rm -rf build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage*
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 # Set-up. A stamp is removed before and written after its step, so that a step that was
