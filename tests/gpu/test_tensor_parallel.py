@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,7 @@ from caldera.models.attention import ATTENTION
 from caldera.models.pretrained import take_values
 from caldera.rollout import NativeRollout, Request, SamplingParams
 from caldera.rollout.native.parallel.engine import TensorParallelRollout
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-from rank_processes import run_ranks
+from tests.rank_processes import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 CUDA = torch.device("cuda")

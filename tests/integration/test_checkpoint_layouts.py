@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,7 @@ from torch import Tensor
 from caldera.engine.checkpoints import layout_of, load, read_whole
 from caldera.errors import CheckpointError, WorkerError
 from caldera.single_controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
-
-sys.path.append(str(Path(__file__).parent))  # the processes of a group get it too
-
-from layout_workers import PARTS, Layouts, Trained, save
+from tests.integration.layout_workers import PARTS, Layouts, Trained, save
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs a POSIX system")
 STYLES = ["dist", "classic"]

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import run_ranks
 from torch import Tensor, nn
 
 from caldera.config import FSDPConfig, OptimizerConfig, load_config, resolve_for_machine
@@ -27,6 +26,7 @@ from caldera.errors import ConfigError
 from caldera.protocol import DataProto
 from caldera.protocol.balance import micro_batches_by_tokens
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
+from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all that the processes do
 P, R = 4, 8

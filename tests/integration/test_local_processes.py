@@ -25,14 +25,12 @@ from caldera.single_controller import (
     ResourcePool,
     create_colocated_worker_cls,
 )
+from tests.integration import process_workers
+from tests.integration.process_workers import Other, Probe, Unbuildable
 
-HERE = Path(__file__).parent
+REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 60.0
 """How long what is about to happen may take on a busy machine."""
-sys.path.append(str(HERE))  # the processes of a group get it too
-
-import process_workers  # noqa: E402
-from process_workers import Other, Probe, Unbuildable  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs a POSIX system")
 
@@ -345,8 +343,8 @@ def test_a_worker_that_cannot_be_built(broken: Callable[..., Any]) -> None:
 
 CONTROLLER = f"""
 import subprocess, sys, time
-sys.path.append({str(HERE)!r})
-from process_workers import Probe
+sys.path.append({str(REPOSITORY)!r})
+from tests.integration.process_workers import Probe
 from caldera.single_controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool, processes
 if __name__ == "__main__":
     processes.PRELOADED[:] = ["torch"]
@@ -363,9 +361,7 @@ def test_no_process_outlives_the_controller(ends: str, tmp_path: Path) -> None:
     script = tmp_path / "controller.py"
     script.write_text(CONTROLLER)
     how = "busy" if ends == "killed" else "idle"
-    paths = os.pathsep.join(
-        filter(None, [str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH")])
-    )
+    paths = os.pathsep.join(filter(None, [str(REPOSITORY / "src"), os.environ.get("PYTHONPATH")]))
     with subprocess.Popen(
         [sys.executable, script, how],
         stdout=subprocess.PIPE,

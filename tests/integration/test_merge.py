@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,7 @@ from caldera.engine.checkpoints import save_classic, save_distributed
 from caldera.models.forward import base_module
 from caldera.models.loading import build_reward_model
 from caldera.single_controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
-
-sys.path.append(str(Path(__file__).parent))  # the processes of a group get it too
-
-from layout_workers import Layouts, Root
+from tests.integration.layout_workers import Layouts, Root
 
 SIZES: dict[str, Any] = {
     "vocab_size": 49,

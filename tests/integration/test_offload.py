@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from offload_trials import (
+
+from tests.offload_trials import (
     ACTOR,
     REF,
     assert_same,
@@ -20,7 +21,7 @@ from offload_trials import (
     save_model,
     trial,
 )
-from rank_processes import run_ranks
+from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all that the processes do
 STRATEGIES = {

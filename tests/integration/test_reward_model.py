@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from reward_models import plain_scores, save_reward_model
 from transformers import AutoTokenizer
 
 from caldera.config import load_config, resolve_for_machine
@@ -19,6 +18,7 @@ from caldera.reward.model_server import RewardModelClient
 from caldera.single_controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool, WorkerGroup
 from caldera.workers import RewardModelWorker
 from caldera.workers.reward_router import Router
+from tests.reward_models import plain_scores, save_reward_model
 
 ANSWERS = ["7", "12+3", "", "1+1=2", "9", "42"]
 

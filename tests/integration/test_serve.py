@@ -21,7 +21,6 @@ import openai
 import pyarrow
 import pyarrow.parquet
 import pytest
-from reward_models import save_judge
 
 from caldera.cli import main
 from caldera.commands.generation import generate
@@ -29,6 +28,7 @@ from caldera.config import compose_config
 from caldera.config.offline import GenerationConfig
 from caldera.config.serve import ServeConfig
 from caldera.demo import smollm2
+from tests.reward_models import save_judge
 
 MESSAGES: Any = [{"role": "user", "content": "What is the sum?"}]
 CROWD = 256

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import run_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +23,7 @@ from caldera.config import load_config, resolve_for_machine
 from caldera.demo.arithmetic import build_model, build_tokenizer
 from caldera.protocol import DataProto
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
+from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all that the processes do
 P, R, ROWS = 4, 8, 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,10 +9,7 @@ import pytest
 
 from caldera.errors import WorkerError
 from caldera.single_controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
-
-sys.path.append(str(Path(__file__).parent))  # the processes of a group get it too
-
-from sampling_workers import Sampling
+from tests.integration.sampling_workers import Sampling
 
 if TYPE_CHECKING:
     from tests.conftest import Lab

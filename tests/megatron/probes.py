@@ -12,7 +12,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trials import (
+
+from caldera.config import FSDPConfig
+from caldera.config.megatron import MegatronConfig, TransformerOverrides
+from caldera.engine import ENGINES, Engine, EngineOptions
+from caldera.errors import ConfigError
+from caldera.models.head import head_outputs
+from tests.megatron.trials import (
     HOST,
     LOSSES,
     PLANS,
@@ -25,12 +31,6 @@ from trials import (
     source_of,
     trial,
 )
-
-from caldera.config import FSDPConfig
-from caldera.config.megatron import MegatronConfig, TransformerOverrides
-from caldera.engine import ENGINES, Engine, EngineOptions
-from caldera.errors import ConfigError
-from caldera.models.head import head_outputs
 
 PAIR = {"tensor_model_parallel_size": 2}
 CLASSIC = {"by_tokens": False, "micro_batch_size": 3, "classic": True}

@@ -6,7 +6,6 @@ what the one before has written, writes it again, and trains on.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,10 +21,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 pytest.importorskip("megatron.core")
-sys.path += map(str, Path(__file__).parents[:2])  # the ranks have them too
-
-from rank_processes import run_ranks
-from trials import HOST, LOSSES, MEMORY, PLANS, make_model, own_rows, source_of
 
 from caldera.cli import main
 from caldera.config import CheckpointConfig, OptimizerConfig
@@ -34,6 +29,8 @@ from caldera.engine import ENGINES, Engine, EngineOptions
 from caldera.engine.checkpoints import StoredModel
 from caldera.engine.checkpoints.storage import GROUPS, STATE, VALUES, read_alone, stored_under
 from caldera.errors import CheckpointError
+from tests.megatron.trials import HOST, LOSSES, MEMORY, PLANS, make_model, own_rows, source_of
+from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.megatron
 Result = dict[Any, Any]

@@ -7,7 +7,6 @@ them train together in every layout, and what they found out is read by the test
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,11 +18,10 @@ import torch
 import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
-sys.path += map(str, Path(__file__).parents[:2])  # the ranks have them too
 
-import probes
-from rank_processes import run_ranks
-from trials import build_local, build_megatron, trial
+from tests.megatron import probes
+from tests.megatron.trials import build_local, build_megatron, trial
+from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.megatron
 Result = dict[Any, Any]

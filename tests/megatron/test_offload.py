@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,17 @@ import pytest
 import torch
 
 pytest.importorskip("megatron.core")
-sys.path += map(str, Path(__file__).parents[:2])  # the ranks have them too
 
-from offload_trials import ACTOR, REF, assert_same, combinations, ranks_meet, save_model, trial
-from rank_processes import run_ranks
+from tests.offload_trials import (
+    ACTOR,
+    REF,
+    assert_same,
+    combinations,
+    ranks_meet,
+    save_model,
+    trial,
+)
+from tests.rank_processes import run_ranks
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
 Case = tuple[str, tuple[str, ...]]

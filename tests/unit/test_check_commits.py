@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from check_commits import offences, subjects_since  # noqa: E402
+from scripts.check_commits import offences, subjects_since
 
 
 def test_kind_place_and_behaviour() -> None:

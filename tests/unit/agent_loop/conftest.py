@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,7 @@ from caldera.agent_loop.base import AgentLoopOutput, RunConfig
 from caldera.agent_loop.manager import find_loop
 from caldera.config import PPOTrainerConfig, load_config, resolve_for_machine
 from caldera.interactions.base import BaseInteraction
-
-sys.path.append(str(Path(__file__).parent))  # for agent_scripts
-
-from agent_scripts import Run, Script, equipment
+from tests.unit.agent_loop.agent_scripts import Run, Script, equipment
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<|s|>", "<|u|>", "<|a|>", "<|t|>"]
 LETTERS = [chr(code) for code in range(32, 127)] + ["\n"]

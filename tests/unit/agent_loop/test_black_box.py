@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agent_scripts import equipment
 
 from caldera.agent_loop.black_box import black_box_metrics
 from caldera.agent_loop.manager import AgentLoops, read_loops
@@ -16,6 +15,7 @@ from caldera.agent_loop.output import COLUMN, TrajectoryFacts
 from caldera.errors import ConfigError
 from caldera.protocol import DataProto, tensors_of
 from caldera.rollout import NativeRollout, SamplingParams
+from tests.unit.agent_loop.agent_scripts import equipment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

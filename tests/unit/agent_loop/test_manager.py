@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from agent_scripts import equipment
 
 from caldera.agent_loop.base import AGENT_LOOPS, AgentLoopBase, AgentLoopOutput
 from caldera.agent_loop.manager import AgentLoops
@@ -16,6 +15,7 @@ from caldera.agent_loop.output import COLUMN
 from caldera.errors import ConfigError, RegistryError, RolloutError
 from caldera.protocol import DataProto, tensors_of
 from caldera.rollout import Completion, NativeRollout, Request, SamplingParams
+from tests.unit.agent_loop.agent_scripts import equipment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

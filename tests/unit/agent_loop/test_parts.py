@@ -21,7 +21,7 @@ from caldera.rollout import Completion, Request, SamplingParams
 from caldera.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from agent_scripts import Run
+    from tests.unit.agent_loop.agent_scripts import Run
 
 Write = Callable[[str, str], str]
 OWN = """

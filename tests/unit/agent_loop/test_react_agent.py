@@ -8,10 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import agent_scripts
 import pytest
 import torch
-from agent_scripts import CALL, equipment
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.tools import tool
 from langgraph.graph import END, START, MessagesState, StateGraph
@@ -25,12 +23,14 @@ from caldera.installation import install_command
 from caldera.protocol import tensors_of
 from caldera.rollout import NativeRollout, SamplingParams
 from caldera.tools.formats import FunctionCall, ToolParser
+from tests.unit.agent_loop import agent_scripts
+from tests.unit.agent_loop.agent_scripts import CALL, equipment
 
 if TYPE_CHECKING:
-    from agent_scripts import Run
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from caldera.config import PPOTrainerConfig
+    from tests.unit.agent_loop.agent_scripts import Run
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 

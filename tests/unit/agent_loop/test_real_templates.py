@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from agent_scripts import CALL
-from template_tokenizers import REWRITING, real, tokenizer_with
+
+from tests.template_tokenizers import REWRITING, real, tokenizer_with
+from tests.unit.agent_loop.agent_scripts import CALL
 
 if TYPE_CHECKING:
-    from agent_scripts import Run
     from transformers import PreTrainedTokenizerFast
+
+    from tests.unit.agent_loop.agent_scripts import Run
 
 ENDS = "<|im_end|>"
 FIRST = f"<think>\n20 and  22 \n</think>\n\n{CALL}  {ENDS}"  # spaces that a template would strip

@@ -7,9 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import agent_scripts
 import pytest
-from agent_scripts import CALL
 
 from caldera.errors import DataError, UnsupportedError
 from caldera.interactions.base import BaseInteraction
@@ -17,10 +15,13 @@ from caldera.interactions.scripted import ScriptedInteraction
 from caldera.tools import ToolResponse
 from caldera.tools.formats import FunctionCall, ToolParser
 from caldera.tools.function_tool import tools_of
+from tests.unit.agent_loop import agent_scripts
+from tests.unit.agent_loop.agent_scripts import CALL
 
 if TYPE_CHECKING:
-    from agent_scripts import Run
     from transformers import PreTrainedTokenizerFast
+
+    from tests.unit.agent_loop.agent_scripts import Run
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 

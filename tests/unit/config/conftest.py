@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from caldera.config import PPOTrainerConfig, load_config
-
-sys.path.append(str(Path(__file__).parent))  # for verl_facts
 
 REQUIRED = {
     "data.train_files": "train.parquet",

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from verl_facts import FILES, facts, is_known, look_up, tree_of
 
 from caldera.config import (
     PPOTrainerConfig,
@@ -20,6 +19,7 @@ from caldera.config import (
 )
 from caldera.config.migrate import MOVED, is_target, later_keys, later_reason, migrate, moved_to
 from caldera.errors import ConfigError, UnsupportedError
+from tests.unit.config.verl_facts import FILES, facts, is_known, look_up, tree_of
 
 Load = Callable[..., PPOTrainerConfig]
 HEAD = {name: facts("head", name) for name in FILES}

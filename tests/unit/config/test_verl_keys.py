@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from verl_facts import (
+
+from caldera.config import load_config
+from caldera.config.migrate import VERLS_DEFAULTS, is_target
+from caldera.errors import ConfigError
+from tests.unit.config.verl_facts import (
     ABSENT,
     FILES,
     as_override,
@@ -19,10 +23,6 @@ from verl_facts import (
     tree_of,
     verl_defaults,
 )
-
-from caldera.config import load_config
-from caldera.config.migrate import VERLS_DEFAULTS, is_target
-from caldera.errors import ConfigError
 
 FROM_MACHINE = "chosen from the machine"
 NO_MODEL = "there is no default model; the user names one"

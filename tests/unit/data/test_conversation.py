@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from template_tokenizers import real
 
 from caldera.data.conversation import ConversationMismatch, ConversationTokenizer, TokenRow
+from tests.template_tokenizers import real
 
 QWEN2, QWEN3, SMOLLM2 = "qwen2.5", "qwen3", "smollm2"
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."

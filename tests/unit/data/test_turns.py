@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from template_tokenizers import REWRITING, real, tokenizer_with
 from transformers import PreTrainedTokenizerFast
 
 from caldera.data.chat import Appending, TurnAppender
 from caldera.errors import ConfigError
+from tests.template_tokenizers import REWRITING, real, tokenizer_with
 
 NUMBERED = (
     "{% for m in messages %}<|im_start|>{{ loop.index }} {{ m.role }}\n{{ m.content }}<|im_end|>\n"

@@ -1,18 +1,14 @@
 from __future__ import annotations
 
 import multiprocessing
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from caldera.protocol import DataProto
-
-sys.path.append(str(Path(__file__).parent))  # for rows_model
 
 AssertSame = Callable[[DataProto, DataProto], None]
 

@@ -17,10 +17,19 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from rows_model import NAN, Kinds, Rows, assert_models, build, gathered, rows_of, texts
 
 from caldera.errors import ProtocolError
 from caldera.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from tests.unit.protocol.rows_model import (
+    NAN,
+    Kinds,
+    Rows,
+    assert_models,
+    build,
+    gathered,
+    rows_of,
+    texts,
+)
 
 DTYPES = [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.float64,
           torch.float16, torch.bfloat16]  # fmt: skip

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from reward_models import save_reward_model
 from transformers import AutoTokenizer
 
 from caldera.config import PPOTrainerConfig
@@ -31,6 +30,7 @@ from caldera.reward.model_server import (
     server_arguments,
 )
 from caldera.reward.scoring import ThreadScoring
+from tests.reward_models import save_reward_model
 
 ASKED = [{"role": "user", "content": "What is the sum?"}]
 TEXT = "<|user|>\nWhat is the sum?</s>\n<|assistant|>\nSeven.</s>\n"

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from reward_models import save_judge
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from caldera.config import PPOTrainerConfig
 from caldera.single_controller import LocalWorkerGroup, ResourcePool, WorkerGroup
 from caldera.single_controller.in_process import InProcessWorkerGroup
 from caldera.workers import RewardModelWorker
+from tests.reward_models import save_judge
 
 MESSAGES = [{"role": "user", "content": "What is the sum?"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

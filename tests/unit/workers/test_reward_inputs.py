@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from reward_models import Messages, plain_scores, save_reward_model
 from transformers import AutoTokenizer
 
 from caldera.config import PPOTrainerConfig
@@ -16,6 +15,7 @@ from caldera.protocol import DataProto
 from caldera.single_controller import LocalWorkerGroup, ResourcePool, WorkerGroup
 from caldera.workers import RewardModelWorker
 from caldera.workers.reward_model import RewardInputs
+from tests.reward_models import Messages, plain_scores, save_reward_model
 
 Load = Callable[..., PPOTrainerConfig]
 BY_ROWS = "reward_model.micro_batch_size_per_gpu=2"

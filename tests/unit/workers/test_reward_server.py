@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reward_models import Messages, plain_scores, save_reward_model
 from transformers import AutoTokenizer
 
 from caldera.config import PPOTrainerConfig
 from caldera.single_controller import LocalWorkerGroup, ResourcePool, WorkerGroup
 from caldera.workers import RewardModelWorker
 from caldera.workers.reward_server import RewardServer, ServedModel
+from tests.reward_models import Messages, plain_scores, save_reward_model
 
 CHAT: Messages = [
     {"role": "user", "content": "What is the sum?"},

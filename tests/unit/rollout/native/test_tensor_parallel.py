@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import run_ranks
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -40,6 +39,7 @@ from caldera.rollout.native.parallel.engine import (
 )
 from caldera.rollout.native.parallel.sharding import planned_layers
 from caldera.rollout.native.steps import Decode, Prefill, Step
+from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.timeout(240)  # the first test waits for all that the processes do
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from template_tokenizers import real
 from torch.utils.data import Dataset
 
 from caldera.config import PPOTrainerConfig
 from caldera.errors import ConfigError
 from caldera.trainer.ppo.agents import data_with_tools, make_agents
+from tests.template_tokenizers import real
 
 TOKENIZER: Any = None  # nothing is rendered before these checks
 
