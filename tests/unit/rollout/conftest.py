@@ -24,6 +24,10 @@ from caldera.config import RolloutConfig
 from caldera.models.attention import ATTENTION
 from caldera.rollout import Request, SamplingParams
 
+BuildModel = Callable[..., PreTrainedModel]
+MakeConfig = Callable[..., RolloutConfig]
+MakeRequests = Callable[..., list[Request]]
+
 SIZES: dict[str, Any] = {
     "vocab_size": 48,
     "hidden_size": 32,
@@ -52,7 +56,7 @@ FAMILIES: dict[str, Callable[[], tuple[type[PreTrainedModel], Any]]] = {
 
 
 @pytest.fixture(scope="session")
-def build_model() -> Callable[..., PreTrainedModel]:
+def build_model() -> BuildModel:
     """A tiny random model of a family, the same for the same seed."""
 
     def build(family: str = "llama", seed: int = 0, attention: str = ATTENTION) -> PreTrainedModel:
@@ -65,7 +69,7 @@ def build_model() -> Callable[..., PreTrainedModel]:
 
 
 @pytest.fixture(scope="session")
-def llama(build_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+def llama(build_model: BuildModel) -> PreTrainedModel:
     return build_model("llama")
 
 
@@ -77,7 +81,7 @@ def adapted(build_model: Any) -> Any:
 
 
 @pytest.fixture
-def config() -> Callable[..., RolloutConfig]:
+def config() -> MakeConfig:
     """A config with some keys set."""
 
     def make(**keys: Any) -> RolloutConfig:
@@ -87,7 +91,7 @@ def config() -> Callable[..., RolloutConfig]:
 
 
 @pytest.fixture
-def make_requests() -> Callable[..., list[Request]]:
+def make_requests() -> MakeRequests:
     """Random prompts of the given lengths, the same for the same lengths."""
 
     def make(lengths: list[int], **params: Any) -> list[Request]:

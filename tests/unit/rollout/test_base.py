@@ -1,21 +1,27 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from caldera.errors import RegistryError, RolloutError
 from caldera.rollout import ROLLOUTS, HFRollout, NativeRollout, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from tests.unit.rollout.conftest import BuildModel, MakeConfig, MakeRequests
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=["native", "hf"])
-def name(request):
+def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_samplers_are_found_by_name():
+def test_samplers_are_found_by_name() -> None:
     assert ROLLOUTS.names() == ["hf", "native", "remote", "sglang", "vllm"]
     assert ROLLOUTS["native"] is NativeRollout
     assert ROLLOUTS["hf"] is HFRollout
@@ -23,7 +29,9 @@ def test_samplers_are_found_by_name():
         ROLLOUTS["trtllm"]
 
 
-def test_load_weights_copies_in_place(name, build_model, config, make_requests):
+def test_load_weights_copies_in_place(
+    name: str, build_model: BuildModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     module, other = build_model(seed=0), build_model(seed=1)
     storage = module.model.embed_tokens.weight.data_ptr()
     rollout = ROLLOUTS[name](config(), module, CPU)
@@ -37,14 +45,14 @@ def test_load_weights_copies_in_place(name, build_model, config, make_requests):
     assert after.token_ids != before.token_ids
 
 
-def test_a_tied_weight_may_come_under_one_name(build_model, config):
+def test_a_tied_weight_may_come_under_one_name(build_model: BuildModel, config: MakeConfig) -> None:
     module, other = build_model("qwen2", seed=0), build_model("qwen2", seed=1)
     rollout = NativeRollout(config(), module, CPU)
     rollout.load_weights(dict(other.named_parameters()).items(), version=1)
     assert torch.equal(module.lm_head.weight, other.model.embed_tokens.weight)
 
 
-def test_load_weights_names_what_does_not_fit(build_model, config):
+def test_load_weights_names_what_does_not_fit(build_model: BuildModel, config: MakeConfig) -> None:
     module = build_model()
     rollout = NativeRollout(config(), module, CPU)
     weights = dict(module.state_dict())
@@ -56,7 +64,9 @@ def test_load_weights_names_what_does_not_fit(build_model, config):
         rollout.load_weights([("lm_head.weight", torch.ones(1))], version=1)
 
 
-def test_the_module_keeps_its_modes_and_gradients(name, build_model, config, make_requests):
+def test_the_module_keeps_its_modes_and_gradients(
+    name: str, build_model: BuildModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     module = build_model()
     module.train()
     module.model.norm.eval()
@@ -69,9 +79,11 @@ def test_the_module_keeps_its_modes_and_gradients(name, build_model, config, mak
     assert all(p.requires_grad and not p.is_inference() for p in module.parameters())
 
 
-def test_dropout_is_off_while_sampling(name, build_model, config, make_requests):
+def test_dropout_is_off_while_sampling(
+    name: str, build_model: BuildModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     class Dropping(nn.Module):
-        def forward(self, x):
+        def forward(self, x: Any) -> Any:
             assert not self.training
             return x
 
@@ -81,7 +93,9 @@ def test_dropout_is_off_while_sampling(name, build_model, config, make_requests)
     ROLLOUTS[name](config(), module, CPU).generate(make_requests([4]))
 
 
-def test_a_request_that_is_too_long_is_refused_with_the_numbers(name, llama, config):
+def test_a_request_that_is_too_long_is_refused_with_the_numbers(
+    name: str, llama: PreTrainedModel, config: MakeConfig
+) -> None:
     rollout = ROLLOUTS[name](config(max_model_len=20), llama, CPU)
     fine = Request([1] * 12, SamplingParams(8), 0)
     long = Request([1] * 13, SamplingParams(8), 0)
@@ -92,11 +106,13 @@ def test_a_request_that_is_too_long_is_refused_with_the_numbers(name, llama, con
             rollout.generate([empty])
 
 
-def test_no_requests_no_completions(name, llama, config):
+def test_no_requests_no_completions(name: str, llama: PreTrainedModel, config: MakeConfig) -> None:
     assert ROLLOUTS[name](config(), llama, CPU).generate([]) == []
 
 
-def test_sampling_through_lora_adapters(name, build_model, config, make_requests):
+def test_sampling_through_lora_adapters(
+    name: str, build_model: BuildModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
     module = peft.get_peft_model(build_model(), lora)
@@ -112,7 +128,9 @@ def test_sampling_through_lora_adapters(name, build_model, config, make_requests
     assert [c.token_ids for c in adapted] != [c.token_ids for c in plain]
 
 
-def test_another_precision_leaves_the_parameters_alone(name, build_model, config, make_requests):
+def test_another_precision_leaves_the_parameters_alone(
+    name: str, build_model: BuildModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     module = build_model()
     requests = make_requests([5, 17])
     exact = ROLLOUTS[name](config(), module, CPU).generate(requests)

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from caldera.config import ValKwargs
 from caldera.errors import ProtocolError, RolloutError
@@ -16,8 +18,11 @@ from caldera.rollout.engines.host.caldera_engine import sglang_engine, vllm_engi
 from caldera.rollout.engines.options import params_as_message
 from caldera.rollout.remote import _body as remote_body
 
+if TYPE_CHECKING:
+    from tests.unit.rollout.conftest import MakeConfig
 
-def prompts(**meta) -> DataProto:
+
+def prompts(**meta: Any) -> DataProto:
     return DataProto.from_dict(
         tensors={
             "input_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]]),
@@ -27,7 +32,7 @@ def prompts(**meta) -> DataProto:
     )
 
 
-def test_requests_take_the_attended_tokens(config):
+def test_requests_take_the_attended_tokens(config: MakeConfig) -> None:
     settings = config(prompt_length=4, response_length=3, temperature=0.8, top_k=9, top_p=0.7)
     requests = requests_from_batch(prompts(), settings, [2, 3], seeds=[11, 12])
     assert [request.prompt_ids for request in requests] == [[5, 6], [7, 8, 9, 10]]
@@ -39,7 +44,7 @@ def test_requests_take_the_attended_tokens(config):
     assert params.max_tokens == 3
 
 
-def test_requests_prefer_the_raw_prompt(config):
+def test_requests_prefer_the_raw_prompt(config: MakeConfig) -> None:
     batch = prompts()
     raw = np.empty(2, dtype=object)
     raw[0], raw[1] = [5, 6], np.array([8, 9])
@@ -60,14 +65,16 @@ def test_requests_prefer_the_raw_prompt(config):
         ({"validate": False}, 0.8, 9),
     ],
 )
-def test_meta_information_overrides_the_config(config, meta, temperature, top_k):
+def test_meta_information_overrides_the_config(
+    config: MakeConfig, meta: dict[str, Any], temperature: float, top_k: int
+) -> None:
     validation = ValKwargs(temperature=0.3, top_k=4)
     settings = config(temperature=0.8, top_k=9, val_kwargs=validation)
     params = requests_from_batch(prompts(**meta), settings, [2], seeds=[0, 1])[0].params
     assert (params.temperature, params.top_k) == (temperature, top_k)
 
 
-def test_new_tokens_fit_the_model(config):
+def test_new_tokens_fit_the_model(config: MakeConfig) -> None:
     settings = config(prompt_length=4, response_length=3, max_model_len=6)
     requests = requests_from_batch(prompts(), settings, [2], seeds=[0, 1])
     assert [request.params.max_tokens for request in requests] == [3, 2]
@@ -76,12 +83,12 @@ def test_new_tokens_fit_the_model(config):
         requests_from_batch(prompts(), settings, [2], seeds=[0, 1])
 
 
-def test_each_prompt_needs_a_seed(config):
+def test_each_prompt_needs_a_seed(config: MakeConfig) -> None:
     with pytest.raises(ProtocolError, match=r"2 prompts .* got 1"):
         requests_from_batch(prompts(), config(), [2], seeds=[0])
 
 
-def test_completions_become_padded_tensors():
+def test_completions_become_padded_tensors() -> None:
     completions = [
         Completion([20, 21, 2], [-0.5, -0.25, -0.125], "stop", 0),
         Completion([30], [-1.0], "length", 0),
@@ -104,7 +111,7 @@ def test_completions_become_padded_tensors():
     assert batch.batch["rollout_log_probs"].dtype == torch.float32
 
 
-def test_log_probs_are_left_out_unless_asked_for():
+def test_log_probs_are_left_out_unless_asked_for() -> None:
     completions = [Completion([2], [-0.5], "stop", 0)] * 2
     batch = completions_to_batch(
         prompts(), completions, 4, pad_token_id=1, calculate_log_probs=False
@@ -112,7 +119,7 @@ def test_log_probs_are_left_out_unless_asked_for():
     assert "rollout_log_probs" not in batch.batch.keys()  # noqa: SIM118
 
 
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_is_refused() -> None:
     one = Completion([2] * 5, [-0.5] * 5, "length", 0)
     with pytest.raises(ProtocolError, match="2 prompts, but 1 completions"):
         completions_to_batch(prompts(), [one], 8, 1, True)
@@ -124,32 +131,34 @@ def test_what_does_not_fit_is_refused():
 
 
 STOPS = {"stop_token_ids": [7, 2], "stop": ["ab", "\n"]}
-PENALTIES = {
+PENALTIES: dict[str, Any] = {
     "min_p": 0.1, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": -0.2
 }  # fmt: skip
 
 
-def test_stops_and_penalties_reach_the_requests(config):
+def test_stops_and_penalties_reach_the_requests(config: MakeConfig) -> None:
     settings = config(**STOPS, **PENALTIES)
     params = requests_from_batch(prompts(), settings, [2], seeds=[0, 1])[0].params
     assert {name: getattr(params, name) for name in PENALTIES} == PENALTIES
-    assert (params.stop_token_ids, params.stop) == ({2, 7}, ("ab", "\n"))
+    assert (params.stop_token_ids, params.stop) == (frozenset({2, 7}), ("ab", "\n"))
 
 
-def test_validation_has_penalties_of_its_own_and_the_same_stops(config):
+def test_validation_has_penalties_of_its_own_and_the_same_stops(config: MakeConfig) -> None:
     settings = config(**STOPS, **PENALTIES, val_kwargs=ValKwargs(presence_penalty=0.9))
     batch = prompts(validate=True)
     params = requests_from_batch(batch, settings, [2], seeds=[0, 1])[0].params
     assert (params.min_p, params.repetition_penalty, params.frequency_penalty) == (0, 1, 0)
     assert params.presence_penalty == 0.9
-    assert (params.stop_token_ids, params.stop) == ({2, 7}, ("ab", "\n"))
+    assert (params.stop_token_ids, params.stop) == (frozenset({2, 7}), ("ab", "\n"))
     settings = config(val_kwargs=ValKwargs(**PENALTIES))
     params = requests_from_batch(batch, settings, [2], seeds=[0, 1])[0].params
     assert {name: getattr(params, name) for name in PENALTIES} == PENALTIES
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])
-def test_a_run_with_stops_samples_up_to_them(name, llama, config):
+def test_a_run_with_stops_samples_up_to_them(
+    name: str, llama: PreTrainedModel, config: MakeConfig
+) -> None:
     """From the config's keys to the padded answers and their mask."""
     plain = config(response_length=12, do_sample=False)
     rollout = ROLLOUTS[name](plain, llama, torch.device("cpu"))
@@ -170,7 +179,7 @@ def test_a_run_with_stops_samples_up_to_them(name, llama, config):
         assert batch["rollout_log_probs"][row, :end].all()
 
 
-def test_a_run_with_penalties_samples_with_them(llama, config):
+def test_a_run_with_penalties_samples_with_them(llama: PreTrainedModel, config: MakeConfig) -> None:
     rollout = NativeRollout(config(), llama, torch.device("cpu"))
     settings = config(response_length=20, do_sample=False, presence_penalty=1e4)
     for one in rollout.generate(requests_from_batch(prompts(), settings, [], seeds=[0, 1])):
@@ -184,7 +193,7 @@ def test_a_run_with_penalties_samples_with_them(llama, config):
 
 
 @pytest.mark.parametrize("keys", [PENALTIES, STOPS])
-def test_every_sampler_is_handed_all_of_them(keys, config):
+def test_every_sampler_is_handed_all_of_them(keys: Any, config: MakeConfig) -> None:
     """What goes to an engine's process and to a remote server has each key that is set."""
     settings = config(**keys)
     request = requests_from_batch(prompts(), settings, [2], seeds=[0, 1])[0]
@@ -198,12 +207,16 @@ def test_every_sampler_is_handed_all_of_them(keys, config):
     assert {name: server[name] for name in expected} == expected
 
 
-def test_engines_sample_with_all_of_them(config, monkeypatch):
+def test_engines_sample_with_all_of_them(
+    config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The parameters as vLLM and SGLang call them, made of the message that reaches them."""
     settings = config(**PENALTIES, **STOPS)
     request = requests_from_batch(prompts(), settings, [2], seeds=[0, 1])[0]
     message = params_as_message(request.params, 5)
-    kinds = {"vllm": {"SamplingParams": dict}, "vllm.sampling_params": {"RequestOutputKind": Kind}}
+    kinds: dict[str, dict[str, Any]] = {
+        "vllm": {"SamplingParams": dict}, "vllm.sampling_params": {"RequestOutputKind": Kind}
+    }  # fmt: skip
     for name, content in kinds.items():
         module = ModuleType(name)
         vars(module).update(content)

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from caldera.errors import RolloutError, UnsupportedError
-from caldera.rollout import ROLLOUTS, HFRollout, NativeRollout, SamplingParams
+from caldera.rollout import ROLLOUTS, Completion, HFRollout, NativeRollout, SamplingParams
+
+if TYPE_CHECKING:
+    from tests.unit.rollout.conftest import BuildModel, MakeConfig, MakeRequests
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=["native", "hf"])
-def name(request):
+def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def letters(token_ids):
+def letters(token_ids: Any) -> Any:
     return "".join(chr(ord("A") + token) for token in token_ids)
 
 
-def plain_logits(model, request, completion):
+def plain_logits(model: PreTrainedModel, request: Any, completion: Completion) -> Any:
     """Logits (P + R, V) of a plain forward."""
     with torch.no_grad():
         return model(torch.tensor([[*request.prompt_ids, *completion.token_ids]])).logits[0]
 
 
-def test_a_stop_string_ends_with_the_token_that_completes_it(name, llama, config, make_requests):
+def test_a_stop_string_ends_with_the_token_that_completes_it(
+    name: str, llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     rollout = ROLLOUTS[name](config(), llama, CPU)
     rollout.decode = letters
     free = rollout.generate(make_requests([4, 6], temperature=0.0))
@@ -42,7 +49,9 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(name, llama, config
     assert stopped.finish_reason == "stop"
 
 
-def test_a_stop_string_may_be_in_part_of_the_last_token(llama, config, make_requests):
+def test_a_stop_string_may_be_in_part_of_the_last_token(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     rollout = NativeRollout(config(), llama, CPU)
     rollout.decode = lambda tokens: "".join(f"<{token}>" for token in tokens)
     free = rollout.generate(make_requests([4], temperature=0.0))[0].token_ids
@@ -53,12 +62,20 @@ def test_a_stop_string_may_be_in_part_of_the_last_token(llama, config, make_requ
     assert (whole.token_ids, whole.finish_reason) == (free, "length")
 
 
-def test_stop_strings_need_a_decoder(name, llama, config, make_requests):
+def test_stop_strings_need_a_decoder(
+    name: str, llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     with pytest.raises(RolloutError, match=r"request 0 has stop=\('a',\).*decode"):
         ROLLOUTS[name](config(), llama, CPU).generate(make_requests([4], stop=("a",)))
 
 
-def test_min_p_leaves_the_likely_ones(name, llama, build_model, config, make_requests):
+def test_min_p_leaves_the_likely_ones(
+    name: str,
+    llama: PreTrainedModel,
+    build_model: BuildModel,
+    config: MakeConfig,
+    make_requests: MakeRequests,
+) -> None:
     requests = make_requests([4, 9, 20], min_p=0.2, temperature=0.7)
     reference = build_model(attention="eager")
     for request, completion in zip(
@@ -73,7 +90,9 @@ def test_min_p_leaves_the_likely_ones(name, llama, build_model, config, make_req
         assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-def test_penalties_are_those_of_the_whole_sequence(llama, build_model, config, make_requests):
+def test_penalties_are_those_of_the_whole_sequence(
+    llama: PreTrainedModel, build_model: BuildModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     params = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
     requests = make_requests([5, 20, 33], temperature=0.0, max_tokens=25, **params)
     requests.append(replace(requests[1], params=replace(requests[1].params, repetition_penalty=1)))
@@ -99,7 +118,9 @@ def test_penalties_are_those_of_the_whole_sequence(llama, build_model, config, m
             assert completion.log_probs[step] == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_most_likely_tokens_beside_each(llama, build_model, config, make_requests):
+def test_the_most_likely_tokens_beside_each(
+    llama: PreTrainedModel, build_model: BuildModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     requests = make_requests([5, 20], logprobs=3, max_tokens=30)
     requests += make_requests([33], max_tokens=30) + make_requests([7], logprobs=99, max_tokens=2)
     rollout = NativeRollout(config(kv_cache_blocks=7), llama, CPU)
@@ -125,7 +146,13 @@ def test_the_most_likely_tokens_beside_each(llama, build_model, config, make_req
         {"kv_cache_blocks": 7},
     ],
 )
-def test_log_probs_of_prompts(keys, llama, build_model, config, make_requests):
+def test_log_probs_of_prompts(
+    keys: dict[str, Any],
+    llama: PreTrainedModel,
+    build_model: BuildModel,
+    config: MakeConfig,
+    make_requests: MakeRequests,
+) -> None:
     requests = make_requests([1, 5, 20, 33, 40], prompt_logprobs=True, temperature=0.3)
     requests += [replace(requests[3], seed=9), *make_requests([7])]
     rollout = NativeRollout(config(**keys), llama, CPU)
@@ -151,7 +178,7 @@ def test_log_probs_of_prompts(keys, llama, build_model, config, make_requests):
         {"stop": ("",)},
     ],
 )
-def test_parameters_that_make_no_sense_are_refused(params):
+def test_parameters_that_make_no_sense_are_refused(params: dict[str, Any]) -> None:
     with pytest.raises(RolloutError, match=next(iter(params))):
         SamplingParams(4, **params)
 
@@ -165,6 +192,8 @@ def test_parameters_that_make_no_sense_are_refused(params):
         {"prompt_logprobs": True},
     ],
 )
-def test_hf_names_what_it_cannot_do(params, llama, config, make_requests):
+def test_hf_names_what_it_cannot_do(
+    params: dict[str, Any], llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     with pytest.raises(UnsupportedError, match=f"{next(iter(params))}=.*native"):
         HFRollout(config(), llama, CPU).generate(make_requests([4], **params))

@@ -3,57 +3,67 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from caldera.errors import RolloutError
 from caldera.rollout import ROLLOUTS, AsyncSampler, Completion, NativeRollout, Request
+
+if TYPE_CHECKING:
+    from tests.unit.rollout.conftest import BuildModel, MakeConfig, MakeRequests
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=["native", "hf"])
-def name(request):
+def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
-def rollout(llama, config):
+def rollout(llama: PreTrainedModel, config: MakeConfig) -> Any:
     return NativeRollout(config(), llama, CPU)
 
 
-def tokens(completions):
+def tokens(completions: Iterable[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 
 
-def serve(rollout, work):
+def serve(rollout: Any, work: Any) -> Any:
     """Run `work(sampler)` in an event loop of its own."""
 
-    async def main():
+    async def main() -> Any:
         async with AsyncSampler(rollout) as sampler:
             return await asyncio.wait_for(work(sampler), timeout=30)
 
     return asyncio.run(main())
 
 
-def test_many_tasks_get_what_a_batch_gets(name, llama, config, make_requests):
+def test_many_tasks_get_what_a_batch_gets(
+    name: str, llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     requests = make_requests([5, 9, 20, 33, 4, 16], temperature=0.0)
     rollout = ROLLOUTS[name](config(), llama, CPU)
     expected = rollout.generate(requests)
 
-    async def work(sampler):
+    async def work(sampler: Any) -> Any:
         return await asyncio.gather(*(sampler.generate(request) for request in requests))
 
     assert tokens(serve(rollout, work)) == tokens(expected)
 
 
-def test_a_stream_has_the_tokens_and_then_the_whole(name, llama, config, make_requests):
+def test_a_stream_has_the_tokens_and_then_the_whole(
+    name: str, llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     request = make_requests([5], temperature=0.0)[0]
     rollout = ROLLOUTS[name](config(), llama, CPU)
 
-    async def work(sampler):
+    async def work(sampler: Any) -> list[Any]:
         return [piece async for piece in sampler.stream(request)]
 
     *pieces, last = serve(rollout, work)
@@ -63,10 +73,12 @@ def test_a_stream_has_the_tokens_and_then_the_whole(name, llama, config, make_re
     assert last.completion.token_ids == rollout.generate([request])[0].token_ids
 
 
-def test_pieces_come_while_others_are_still_sampled(rollout, make_requests):
+def test_pieces_come_while_others_are_still_sampled(
+    rollout: Any, make_requests: MakeRequests
+) -> None:
     request = make_requests([5], max_tokens=40)[0]
 
-    async def work(sampler):
+    async def work(sampler: Any) -> tuple[Any, ...]:
         stream = sampler.stream(request)
         await anext(stream)
         other = await sampler.generate(replace(request, seed=9))
@@ -78,24 +90,28 @@ def test_pieces_come_while_others_are_still_sampled(rollout, make_requests):
     assert rest[-1].completion.finish_reason == "length"
 
 
-def test_thousands_of_tasks(llama, config, make_requests):
+def test_thousands_of_tasks(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     requests = [
         Request([1 + seed % 40, 3], make_requests([1], max_tokens=2)[0].params, seed)
         for seed in range(3000)
     ]
     rollout = NativeRollout(config(max_num_seqs=512), llama, CPU)
 
-    async def work(sampler):
+    async def work(sampler: Any) -> Any:
         return await asyncio.gather(*(sampler.generate(request) for request in requests))
 
     assert all(len(completion.token_ids) == 2 for completion in serve(rollout, work))
 
 
-def test_abort_by_name_gives_the_caller_what_there_was(rollout, make_requests):
+def test_abort_by_name_gives_the_caller_what_there_was(
+    rollout: Any, make_requests: MakeRequests
+) -> None:
     request = make_requests([5], max_tokens=50)[0]
     whole = rollout.generate([request])[0]
 
-    async def work(sampler):
+    async def work(sampler: Any) -> tuple[Any, ...]:
         stream = sampler.stream(request, name="a")
         other = asyncio.create_task(sampler.generate(request, name="b"))
         first = [await anext(stream) for _ in range(3)]
@@ -113,11 +129,13 @@ def test_abort_by_name_gives_the_caller_what_there_was(rollout, make_requests):
     assert other.token_ids == whole.token_ids
 
 
-def test_abort_of_all_while_paused(name, llama, config, make_requests):
+def test_abort_of_all_while_paused(
+    name: str, llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     requests = make_requests([5, 6], max_tokens=3)
     rollout = ROLLOUTS[name](config(), llama, CPU)
 
-    async def work(sampler):
+    async def work(sampler: Any) -> tuple[Any, ...]:
         await sampler.pause()
         tasks = [asyncio.create_task(sampler.generate(request)) for request in requests]
         await asyncio.sleep(0)
@@ -127,10 +145,10 @@ def test_abort_of_all_while_paused(name, llama, config, make_requests):
     assert serve(rollout, work) == (2, [Completion([], [], "abort", 0)] * 2)
 
 
-def test_cancelling_a_task_aborts_its_request(rollout, make_requests):
+def test_cancelling_a_task_aborts_its_request(rollout: Any, make_requests: MakeRequests) -> None:
     request, other = make_requests([5, 6], max_tokens=59)
 
-    async def work(sampler):
+    async def work(sampler: Any) -> tuple[Any, ...]:
         task = asyncio.create_task(sampler.generate(request))
         stream = sampler.stream(request)
         await anext(stream)
@@ -148,12 +166,14 @@ def test_cancelling_a_task_aborts_its_request(rollout, make_requests):
     assert completion.finish_reason == "length"
 
 
-def test_weights_change_while_paused(build_model, config, make_requests):
+def test_weights_change_while_paused(
+    build_model: BuildModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     request = make_requests([5], max_tokens=50, temperature=0.0)[0]
     rollout = NativeRollout(config(), build_model(seed=0), CPU)
     other = build_model(seed=1)
 
-    async def work(sampler):
+    async def work(sampler: Any) -> tuple[Any, ...]:
         stream = sampler.stream(request)
         for _ in range(3):
             await anext(stream)
@@ -174,11 +194,13 @@ def test_weights_change_while_paused(build_model, config, make_requests):
     assert later.token_ids == expected.token_ids
 
 
-def test_a_bad_request_is_its_callers_alone(name, llama, config, make_requests):
+def test_a_bad_request_is_its_callers_alone(
+    name: str, llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     good, bad = make_requests([5, 60], max_tokens=60)
     rollout = ROLLOUTS[name](config(max_model_len=100), llama, CPU)
 
-    async def work(sampler):
+    async def work(sampler: Any) -> list[Any]:
         results = await asyncio.gather(
             sampler.generate(good), sampler.generate(bad), return_exceptions=True
         )
@@ -189,16 +211,22 @@ def test_a_bad_request_is_its_callers_alone(name, llama, config, make_requests):
     assert isinstance(error, RolloutError) and "max_model_len=100" in str(error)
 
 
-def test_a_failure_reaches_every_caller(name, llama, config, make_requests, monkeypatch):
+def test_a_failure_reaches_every_caller(
+    name: str,
+    llama: PreTrainedModel,
+    config: MakeConfig,
+    make_requests: MakeRequests,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     requests = make_requests([5, 6, 7])
     rollout = ROLLOUTS[name](config(), llama, CPU)
 
-    def fail(*_):
+    def fail(*_: Any) -> None:
         raise ZeroDivisionError("of all things")
 
     monkeypatch.setattr(rollout, "sampling_mode", fail)
 
-    async def work(sampler):
+    async def work(sampler: Any) -> Any:
         calls = [sampler.generate(request) for request in requests]
         stream = sampler.stream(requests[0])
         calls.append(anext(stream))
@@ -213,10 +241,10 @@ def test_a_failure_reaches_every_caller(name, llama, config, make_requests, monk
         assert isinstance(error.__cause__, ZeroDivisionError)
 
 
-def test_close_ends_what_is_in_flight(rollout, make_requests):
+def test_close_ends_what_is_in_flight(rollout: Any, make_requests: MakeRequests) -> None:
     request = make_requests([5], max_tokens=59)[0]
 
-    async def main():
+    async def main() -> None:
         sampler = AsyncSampler(rollout)
         await sampler.pause()
         task = asyncio.create_task(sampler.generate(request))

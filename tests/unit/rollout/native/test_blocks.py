@@ -13,11 +13,11 @@ from caldera.rollout.native.blocks import PAGE_SIZE, BlockManager, pages_for
 ROWS, PAGES = 6, 14
 
 
-def test_pages_for():
+def test_pages_for() -> None:
     assert [pages_for(tokens) for tokens in (1, 15, 16, 17, 32, 33)] == [1, 1, 1, 2, 2, 3]
 
 
-def test_slots_follow_the_page_table():
+def test_slots_follow_the_page_table() -> None:
     blocks = BlockManager(pages=4, rows=2, pages_per_row=3)
     blocks.allocate(1, 20)
     assert blocks.tables[1, :2].tolist() == [0, 1]
@@ -28,7 +28,7 @@ def test_slots_follow_the_page_table():
     assert slots.tolist() == [0, 17, 3 * 16 + 3, 2 * 16 + 15]
 
 
-def test_a_fork_shares_full_pages_and_copies_the_last():
+def test_a_fork_shares_full_pages_and_copies_the_last() -> None:
     blocks = BlockManager(pages=8, rows=3, pages_per_row=4)
     blocks.allocate(0, 40)
     assert blocks.fork(0, 1, 40) == (2, 3)
@@ -40,14 +40,14 @@ def test_a_fork_shares_full_pages_and_copies_the_last():
     assert blocks.free_pages == 8
 
 
-def test_a_fork_at_the_end_of_a_page_copies_nothing():
+def test_a_fork_at_the_end_of_a_page_copies_nothing() -> None:
     blocks = BlockManager(pages=8, rows=3, pages_per_row=4)
     blocks.allocate(0, 32)
     assert blocks.fork(0, 1, 32) is None
     assert blocks.free_pages == 6
 
 
-def test_pages_that_are_not_there_are_not_given():
+def test_pages_that_are_not_there_are_not_given() -> None:
     blocks = BlockManager(pages=1, rows=2, pages_per_row=2)
     with pytest.raises(AssertionError):
         blocks.allocate(0, 17)

@@ -1,31 +1,42 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from caldera.errors import RolloutError
-from caldera.rollout import HFRollout, NativeRollout, Request
+from caldera.rollout import Completion, HFRollout, NativeRollout, Request
 from caldera.rollout.native.sampler import SamplingRows, sample
 from caldera.rollout.native.scheduler import Scheduler
 from caldera.rollout.native.steps import Decode, Prefill
+
+if TYPE_CHECKING:
+    from tests.unit.rollout.conftest import BuildModel, MakeConfig, MakeRequests
 
 CPU = torch.device("cpu")
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma3"]
 LENGTHS = [1, 5, 15, 16, 17, 31, 40, 3]
 
 
-def reference_logits(model, request, completion):
+def reference_logits(model: PreTrainedModel, request: Any, completion: Completion) -> Any:
     """Logits (R, V) of a plain forward, from which each token was sampled."""
     sequence = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
     with torch.no_grad():
         return model(sequence).logits[0, len(request.prompt_ids) - 1 : -1]
 
 
-def assert_log_probs(model, requests, completions, temperature=1.0):
+def assert_log_probs(
+    model: PreTrainedModel,
+    requests: Any,
+    completions: Iterable[Completion],
+    temperature: float = 1.0,
+) -> None:
     for request, completion in zip(requests, completions, strict=True):
         logits = reference_logits(model, request, completion) / temperature
         chosen = torch.tensor(completion.token_ids)[:, None]
@@ -33,17 +44,17 @@ def assert_log_probs(model, requests, completions, temperature=1.0):
         assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-def tokens(completions):
+def tokens(completions: Iterable[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 
 
 @pytest.fixture
-def steps(monkeypatch):
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the scheduler decided, step by step."""
     taken = []
     schedule = Scheduler.schedule
 
-    def spy(self):
+    def spy(self: Any) -> Any:
         taken.append(schedule(self))
         return taken[-1]
 
@@ -52,7 +63,9 @@ def steps(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_is_that_of_transformers(family, build_model, config, make_requests):
+def test_greedy_is_that_of_transformers(
+    family: str, build_model: BuildModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     requests = make_requests(LENGTHS, temperature=0.0, max_tokens=20)
     model = build_model(family)
     native = NativeRollout(config(), model, CPU).generate(requests)
@@ -64,22 +77,26 @@ def test_greedy_is_that_of_transformers(family, build_model, config, make_reques
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_of_samples_are_those_of_a_plain_forward(
-    family, build_model, config, make_requests
-):
+    family: str, build_model: BuildModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     requests = make_requests(LENGTHS, temperature=0.8, max_tokens=20)
     completions = NativeRollout(config(), build_model(family), CPU).generate(requests)
     reference = build_model(family, attention="eager")
     assert_log_probs(reference, requests, completions, temperature=0.8)
 
 
-def test_raw_log_probs_ignore_temperature_and_filters(build_model, config, make_requests):
+def test_raw_log_probs_ignore_temperature_and_filters(
+    build_model: BuildModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     requests = make_requests([4, 9], temperature=0.5, top_k=3)
     raw = config(logprobs_mode="raw_logprobs")
     completions = NativeRollout(raw, build_model(), CPU).generate(requests)
     assert_log_probs(build_model(attention="eager"), requests, completions)
 
 
-def test_samples_follow_the_model(build_model, config, make_requests):
+def test_samples_follow_the_model(
+    build_model: BuildModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     model = build_model()
     request = replace(make_requests([6], max_tokens=2)[0])
     count = 4000
@@ -101,7 +118,9 @@ def test_samples_follow_the_model(build_model, config, make_requests):
     assert len({tuple(c.token_ids) for c in completions}) > 50
 
 
-def test_each_token_has_its_own_random_number(build_model, config, make_requests):
+def test_each_token_has_its_own_random_number(
+    build_model: BuildModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     requests = [replace(make_requests([6], top_p=0.95)[0], seed=seed) for seed in (-1, 0, 2**70)]
     completions = NativeRollout(config(), build_model(), CPU).generate(requests)
     reference = build_model(attention="eager")
@@ -129,7 +148,9 @@ def test_each_token_has_its_own_random_number(build_model, config, make_requests
         {"kv_cache_blocks": 8, "max_num_seqs": 5, "max_num_batched_tokens": 50},
     ],
 )
-def test_a_sample_does_not_depend_on_what_it_is_batched_with(llama, config, make_requests, keys):
+def test_a_sample_does_not_depend_on_what_it_is_batched_with(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests, keys: dict[str, Any]
+) -> None:
     requests = make_requests(LENGTHS * 2, max_tokens=40, top_p=0.9)
     expected = NativeRollout(config(), llama, CPU).generate(requests)
     completions = NativeRollout(config(**keys), llama, CPU).generate(requests)
@@ -140,7 +161,9 @@ def test_a_sample_does_not_depend_on_what_it_is_batched_with(llama, config, make
     assert tokens(reversed_order[::-1]) == tokens(expected)
 
 
-def test_too_few_pages_evict_the_last_and_lose_nothing(llama, config, make_requests, steps):
+def test_too_few_pages_evict_the_last_and_lose_nothing(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests, steps: list[Any]
+) -> None:
     requests = make_requests([14, 15, 16], max_tokens=40, temperature=0.0)
     expected = NativeRollout(config(), llama, CPU).generate(requests)
     steps.clear()
@@ -154,7 +177,9 @@ def test_too_few_pages_evict_the_last_and_lose_nothing(llama, config, make_reque
         assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
 
 
-def test_samples_of_one_prompt_prefill_once(llama, config, make_requests, steps):
+def test_samples_of_one_prompt_prefill_once(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests, steps: list[Any]
+) -> None:
     first, second = make_requests([37, 16], max_tokens=8)
     requests = [
         replace(request, seed=10 * seed + len(request.prompt_ids))
@@ -171,7 +196,9 @@ def test_samples_of_one_prompt_prefill_once(llama, config, make_requests, steps)
     assert len({tuple(t) for t in tokens(together)}) == 8
 
 
-def test_forks_share_pages_when_memory_is_short(llama, config, make_requests, steps):
+def test_forks_share_pages_when_memory_is_short(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests, steps: list[Any]
+) -> None:
     request = make_requests([48], max_tokens=16)[0]
     requests = [replace(request, seed=seed) for seed in range(6)]
     # six sequences of four pages in nine pages: three shared, one each
@@ -179,7 +206,9 @@ def test_forks_share_pages_when_memory_is_short(llama, config, make_requests, st
     assert [len(step.rows) for step in steps if isinstance(step, Prefill)] == [6]
 
 
-def test_stop_tokens_end_a_completion(llama, config, make_requests):
+def test_stop_tokens_end_a_completion(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     rollout = NativeRollout(config(), llama, CPU)
     free = rollout.generate(make_requests([4, 6], temperature=0.0))
     assert {c.finish_reason for c in free} == {"length"}
@@ -192,7 +221,9 @@ def test_stop_tokens_end_a_completion(llama, config, make_requests):
     assert stopped.finish_reason == "stop"
 
 
-def test_ignore_eos_goes_on(llama, config, make_requests):
+def test_ignore_eos_goes_on(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     rollout = NativeRollout(config(), llama, CPU)
     everything = frozenset(range(48))
     ended = rollout.generate(make_requests([4], stop_token_ids=everything))[0]
@@ -201,7 +232,9 @@ def test_ignore_eos_goes_on(llama, config, make_requests):
     assert (len(ignored.token_ids), ignored.finish_reason) == (12, "length")
 
 
-def test_requests_of_different_parameters_are_batched(llama, config, make_requests):
+def test_requests_of_different_parameters_are_batched(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     mixed: list[Request] = [
         make_requests([5], temperature=0.0)[0],
         make_requests([7], temperature=0.7, top_k=4, max_tokens=30)[0],
@@ -214,7 +247,9 @@ def test_requests_of_different_parameters_are_batched(llama, config, make_reques
     assert [c.finish_reason for c in together] == [c.finish_reason for c in alone]
 
 
-def test_the_cache_is_as_large_as_the_requests_need(llama, config, make_requests):
+def test_the_cache_is_as_large_as_the_requests_need(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     rollout = NativeRollout(config(max_num_seqs=2), llama, CPU)
     page_bytes = 2 * 2 * 16 * 2 * 8 * 4  # keys and values, layers, tokens, heads, head_dim, float32
     assert rollout.cache_bytes == 0
@@ -226,13 +261,17 @@ def test_the_cache_is_as_large_as_the_requests_need(llama, config, make_requests
     assert rollout.cache_bytes == 2 * 3 * page_bytes
 
 
-def test_a_cache_of_just_what_is_needed_is_used_at_once(llama, config, make_requests, steps):
+def test_a_cache_of_just_what_is_needed_is_used_at_once(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests, steps: list[Any]
+) -> None:
     requests = make_requests([12] * 6, max_tokens=4)  # each within one page
     NativeRollout(config(kv_cache_blocks=6), llama, CPU).generate(requests)
     assert [len(step.rows) for step in steps] == [6] * 4
 
 
-def test_sequences_are_admitted_while_others_run(llama, config, make_requests, steps):
+def test_sequences_are_admitted_while_others_run(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests, steps: list[Any]
+) -> None:
     requests = make_requests([4, 4, 4], max_tokens=3) + make_requests([5], max_tokens=9)
     NativeRollout(config(max_num_seqs=2), llama, CPU).generate([requests[3], *requests[:3]])
     kinds = [(type(step).__name__, len(step.rows)) for step in steps]
@@ -242,7 +281,9 @@ def test_sequences_are_admitted_while_others_run(llama, config, make_requests, s
     assert [len(step.rows) for step in steps[4:6]] == [2, 2]
 
 
-def test_sleep_frees_the_cache(llama, config, make_requests):
+def test_sleep_frees_the_cache(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     rollout = NativeRollout(config(), llama, CPU)
     requests = make_requests([4, 9])
     first = rollout.generate(requests)
@@ -258,14 +299,18 @@ def test_sleep_frees_the_cache(llama, config, make_requests):
     assert rollout.generate(requests) == first
 
 
-def test_a_request_that_can_never_fit_is_refused(llama, config, make_requests, steps):
+def test_a_request_that_can_never_fit_is_refused(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests, steps: list[Any]
+) -> None:
     rollout = NativeRollout(config(kv_cache_blocks=2), llama, CPU)
     with pytest.raises(RolloutError, match=r"request 1 needs 3 pages of 16 tokens.* has 2"):
         rollout.generate(make_requests([4, 22]))
     assert steps == []
 
 
-def test_each_completion_is_told_of_when_it_ends(llama, config, make_requests):
+def test_each_completion_is_told_of_when_it_ends(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     requests = make_requests([4], max_tokens=6) + make_requests([4, 5], max_tokens=2)
     told = []
     completions = NativeRollout(config(), llama, CPU).generate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def test_another_precision_has_weights_of_its_own(module: PreTrainedModel) -> No
     stale = hidden(fused.module, [9])
     fused.refresh()
     fresh = hidden(fused.module, [9])
-    rounded = hidden(module.to(torch.bfloat16), [9])
+    rounded = hidden(module.bfloat16(), [9])
     torch.testing.assert_close(fresh, rounded, rtol=0.02, atol=0.02)
     assert not torch.allclose(stale, rounded, rtol=0.02, atol=0.02)
 
@@ -91,10 +92,15 @@ def test_weights_that_move_are_noticed(module: PreTrainedModel) -> None:
 
 
 def test_a_layer_of_its_own_forward_is_not_the_modules(module: PreTrainedModel) -> None:
-    calls = []
+    calls: list[int] = []
     layer = module.model.layers[0]
     forward = layer.forward
-    layer.forward = lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return forward(*args, **kwargs)
+
+    layer.forward = own
     fused = FusedModule(module, torch.float32)
     hidden(fused.module, [4])
     assert not calls

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedModel
 
-from caldera.rollout import NativeRollout, Request, SamplingParams
+from caldera.rollout import Completion, NativeRollout, Request, SamplingParams
 from caldera.rollout.native.blocks import BlockManager, extend_block_hashes
 from caldera.rollout.native.scheduler import Scheduler
 from caldera.rollout.native.steps import Decode, Prefill
+
+if TYPE_CHECKING:
+    from tests.unit.rollout.conftest import BuildModel, MakeConfig, MakeRequests
 
 CPU = torch.device("cpu")
 FAMILIES = ["llama", "qwen3", "mistral", "gemma3"]
 
 
 @pytest.fixture
-def steps(monkeypatch):
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the scheduler decided, step by step."""
     taken = []
     schedule = Scheduler.schedule
 
-    def spy(self):
+    def spy(self: Any) -> Any:
         taken.append(schedule(self))
         return taken[-1]
 
@@ -33,21 +39,21 @@ def steps(monkeypatch):
     return taken
 
 
-def tokens(completions):
+def tokens(completions: Iterable[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 
 
-def assert_same(ours, theirs):
+def assert_same(ours: Any, theirs: Any) -> None:
     assert tokens(ours) == tokens(theirs)
     for one, other in zip(ours, theirs, strict=True):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
 
 
-def prefilled(steps):
+def prefilled(steps: list[Any]) -> Any:
     return sum(len(step.token_ids) for step in steps if isinstance(step, Prefill))
 
 
-def test_a_key_names_all_tokens_up_to_the_end_of_its_page():
+def test_a_key_names_all_tokens_up_to_the_end_of_its_page() -> None:
     keys: list[bytes] = []
     one = np.arange(40)
     extend_block_hashes(keys, one, 2)
@@ -60,7 +66,7 @@ def test_a_key_names_all_tokens_up_to_the_end_of_its_page():
     assert not set(other) & set(keys)
 
 
-def test_pages_are_found_until_their_memory_is_wanted():
+def test_pages_are_found_until_their_memory_is_wanted() -> None:
     blocks = BlockManager(pages=6, rows=3)
     blocks.allocate(0, 48)
     blocks.keep(0, [b"a", b"b", b"c"])
@@ -79,7 +85,7 @@ def test_pages_are_found_until_their_memory_is_wanted():
     assert blocks.is_empty
 
 
-def test_a_page_in_use_is_shared_and_not_given_out():
+def test_a_page_in_use_is_shared_and_not_given_out() -> None:
     blocks = BlockManager(pages=4, rows=3)
     blocks.allocate(0, 32)
     blocks.keep(0, [b"a", b"b"])
@@ -92,7 +98,7 @@ def test_a_page_in_use_is_shared_and_not_given_out():
     assert blocks.free_pages == 0
 
 
-def test_pages_without_rows_grow_and_go_with_the_cache():
+def test_pages_without_rows_grow_and_go_with_the_cache() -> None:
     blocks = BlockManager(pages=2, rows=1)
     blocks.allocate(0, 32)
     blocks.grow(5)
@@ -105,7 +111,13 @@ def test_pages_without_rows_grow_and_go_with_the_cache():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_later_turn_runs_only_what_is_new(family, build_model, config, make_requests, steps):
+def test_a_later_turn_runs_only_what_is_new(
+    family: str,
+    build_model: BuildModel,
+    config: MakeConfig,
+    make_requests: MakeRequests,
+    steps: list[Any],
+) -> None:
     model = build_model(family)
     rollout = NativeRollout(config(enable_prefix_caching=True), model, CPU)
     turns = make_requests([20, 37, 16], max_tokens=18, top_p=0.9)
@@ -122,7 +134,9 @@ def test_a_later_turn_runs_only_what_is_new(family, build_model, config, make_re
     assert_same(found, NativeRollout(config(), model, CPU).generate(later))
 
 
-def test_samples_of_one_prompt_that_come_later_share_it(llama, config, make_requests, steps):
+def test_samples_of_one_prompt_that_come_later_share_it(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests, steps: list[Any]
+) -> None:
     request = make_requests([50], max_tokens=8)[0]
     requests = [replace(request, seed=seed) for seed in range(5)]
     rollout = NativeRollout(config(enable_prefix_caching=True, max_num_seqs=2), llama, CPU)
@@ -132,7 +146,13 @@ def test_samples_of_one_prompt_that_come_later_share_it(llama, config, make_requ
 
 
 @pytest.mark.parametrize("drop", ["weights", "wake", "sleep"])
-def test_prefixes_are_dropped(drop, build_model, config, make_requests, steps):
+def test_prefixes_are_dropped(
+    drop: str,
+    build_model: BuildModel,
+    config: MakeConfig,
+    make_requests: MakeRequests,
+    steps: list[Any],
+) -> None:
     module = build_model()
     rollout = NativeRollout(config(enable_prefix_caching=True), module, CPU)
     requests = make_requests([40], max_tokens=4)
@@ -151,7 +171,9 @@ def test_prefixes_are_dropped(drop, build_model, config, make_requests, steps):
     assert prefilled(steps) == 40
 
 
-def test_without_the_key_nothing_is_kept(llama, config, make_requests, steps):
+def test_without_the_key_nothing_is_kept(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests, steps: list[Any]
+) -> None:
     rollout = NativeRollout(config(), llama, CPU)
     requests = make_requests([40], max_tokens=4)
     rollout.generate(requests)
@@ -159,11 +181,13 @@ def test_without_the_key_nothing_is_kept(llama, config, make_requests, steps):
     assert prefilled(steps) == 80
 
 
-def test_a_long_prompt_does_not_stop_the_decoding(llama, config, make_requests, steps):
+def test_a_long_prompt_does_not_stop_the_decoding(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests, steps: list[Any]
+) -> None:
     keys = {"enable_chunked_prefill": True, "max_num_batched_tokens": 24}
     rollout = NativeRollout(config(**keys), llama, CPU)
     short, long = make_requests([4, 60], max_tokens=20)
-    finished = {}
+    finished: dict[int, Completion] = {}
     rollout.add(short, None, finished.__setitem__)
     with rollout.stepping():
         rollout.step()
@@ -179,7 +203,9 @@ def test_a_long_prompt_does_not_stop_the_decoding(llama, config, make_requests, 
     )
 
 
-def test_chunks_of_one_prompt_are_forked_at_their_end(llama, config, make_requests, steps):
+def test_chunks_of_one_prompt_are_forked_at_their_end(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests, steps: list[Any]
+) -> None:
     keys = {"enable_chunked_prefill": True, "max_num_batched_tokens": 32}
     request = make_requests([50], max_tokens=6)[0]
     requests = [replace(request, seed=seed) for seed in range(3)]
@@ -190,7 +216,9 @@ def test_chunks_of_one_prompt_are_forked_at_their_end(llama, config, make_reques
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pieces_give_what_whole_prompts_give(family, build_model, config, make_requests):
+def test_pieces_give_what_whole_prompts_give(
+    family: str, build_model: BuildModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     requests = make_requests([1, 5, 15, 16, 17, 31, 60, 3, 33], max_tokens=30, top_p=0.9)
     requests += [replace(request, seed=request.seed + 50) for request in requests[4:7]]
     model = build_model(family)
@@ -201,7 +229,9 @@ def test_pieces_give_what_whole_prompts_give(family, build_model, config, make_r
 
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_any_mix_of_keys_and_turns_gives_the_same_samples(data, llama_model, rollout_config):
+def test_any_mix_of_keys_and_turns_gives_the_same_samples(
+    data: Any, llama_model: Any, rollout_config: Callable[..., Any]
+) -> None:
     """Turns of conversations, in any order, with any limits, against one plain batch."""
     keys = {
         "enable_prefix_caching": data.draw(st.booleans()),
@@ -224,12 +254,12 @@ def test_any_mix_of_keys_and_turns_gives_the_same_samples(data, llama_model, rol
 
 
 @pytest.fixture(scope="module")
-def llama_model(llama):
+def llama_model(llama: PreTrainedModel) -> Any:
     return llama
 
 
 @pytest.fixture(scope="module")
-def rollout_config():
+def rollout_config() -> Callable[..., Any]:
     from caldera.config import RolloutConfig
 
     return lambda **keys: RolloutConfig(prompt_length=64, response_length=64, **keys)

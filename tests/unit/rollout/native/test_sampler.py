@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,13 @@ PROBABILITIES = [0.4, 0.3, 0.15, 0.1, 0.05]
 
 
 def rows(
-    count, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, seeds=None, generated=0
+    count: Any,
+    temperature: float = 1.0,
+    top_k: int = -1,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seeds: Any = None,
+    generated: int = 0,
 ) -> SamplingRows:
     return SamplingRows(
         temperature=np.full(count, temperature, dtype=np.float32),
@@ -32,7 +39,7 @@ def rows(
     )
 
 
-def frequencies(count=40_000, **params) -> list[float]:
+def frequencies(count: int = 40_000, **params: Any) -> list[float]:
     logits = torch.tensor(PROBABILITIES).log().expand(count, -1)
     tokens = sample(logits, rows(count, **params), raw_log_probs=False).tokens
     return (torch.bincount(tokens, minlength=5) / count).tolist()
@@ -44,7 +51,7 @@ def splitmix64(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def test_draws_are_splitmix64_in_integers():
+def test_draws_are_splitmix64_in_integers() -> None:
     seeds, counters = [0, 1, 2**63 - 1, 2**64 - 1], [0, 5, 1000, 3]
     expected = [
         splitmix64((splitmix64(s) + (c + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 32
@@ -54,7 +61,7 @@ def test_draws_are_splitmix64_in_integers():
 
 
 @pytest.mark.parametrize("by", ["seed", "counter", "race", "place"])
-def test_exponentials_are_exponential_and_independent(by):
+def test_exponentials_are_exponential_and_independent(by: str) -> None:
     count = 50_000
     seeds, counters = np.zeros(count, np.uint64), np.zeros(count, np.int64)
     if by == "seed":
@@ -75,35 +82,35 @@ def test_exponentials_are_exponential_and_independent(by):
     assert abs(np.corrcoef(uniform[:-1], uniform[1:])[0, 1]) < 0.03
 
 
-def test_sampling_follows_the_distribution():
+def test_sampling_follows_the_distribution() -> None:
     assert frequencies() == pytest.approx(PROBABILITIES, abs=0.01)
     assert frequencies(generated=17) == pytest.approx(PROBABILITIES, abs=0.01)
 
 
-def test_temperature_sharpens():
+def test_temperature_sharpens() -> None:
     squared = [p**2 for p in PROBABILITIES]
     expected = [p / sum(squared) for p in squared]
     assert frequencies(temperature=0.5) == pytest.approx(expected, abs=0.01)
 
 
-def test_top_k_keeps_the_most_likely():
+def test_top_k_keeps_the_most_likely() -> None:
     assert frequencies(top_k=2) == pytest.approx([4 / 7, 3 / 7, 0, 0, 0], abs=0.01)
     assert frequencies(top_k=1) == [1, 0, 0, 0, 0]
     assert frequencies(top_k=99) == pytest.approx(PROBABILITIES, abs=0.01)
 
 
-def test_top_p_keeps_the_fewest_that_reach_it():
+def test_top_p_keeps_the_fewest_that_reach_it() -> None:
     assert frequencies(top_p=0.71) == pytest.approx([8 / 17, 6 / 17, 3 / 17, 0, 0], abs=0.01)
     assert frequencies(top_p=0.69) == pytest.approx([4 / 7, 3 / 7, 0, 0, 0], abs=0.01)
     assert frequencies(top_p=0.0) == [1, 0, 0, 0, 0]
 
 
-def test_top_p_applies_to_what_top_k_left():
+def test_top_p_applies_to_what_top_k_left() -> None:
     # of the first three, renormalised, the first two have 0.7 / 0.85 = 0.82
     assert frequencies(top_k=3, top_p=0.8) == pytest.approx([4 / 7, 3 / 7, 0, 0, 0], abs=0.01)
 
 
-def test_min_p_is_a_share_of_the_most_likely():
+def test_min_p_is_a_share_of_the_most_likely() -> None:
     assert frequencies(min_p=0.3) == pytest.approx([8 / 17, 6 / 17, 3 / 17, 0, 0], abs=0.01)
     assert frequencies(min_p=1.0) == [1, 0, 0, 0, 0]
     # after temperature: of the squares, 0.16, 0.09, 0.0225 ...
@@ -111,7 +118,7 @@ def test_min_p_is_a_share_of_the_most_likely():
     assert frequencies(min_p=0.3, temperature=0.5) == pytest.approx(expected, abs=0.01)
 
 
-def test_penalties_by_hand():
+def test_penalties_by_hand() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0, 0.5], [2.0, -2.0, 1.0, 0.5], [9.0, 9.0, 9.0, 9.0]])
     penalties = Penalties(
         rows=np.array([1, 0]),
@@ -137,20 +144,20 @@ def test_penalties_by_hand():
     torch.testing.assert_close(log_probs[1], torch.tensor([1, -4, 0, 0.5]).log_softmax(-1)[0])
 
 
-def test_equal_logits_are_kept_together():
+def test_equal_logits_are_kept_together() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0]]).expand(200, -1)
     tokens = sample(logits, rows(200, top_k=2), raw_log_probs=False).tokens
     assert set(tokens.tolist()) == {1, 2, 3, 4}
 
 
-def test_temperature_zero_takes_the_most_likely_without_filters():
+def test_temperature_zero_takes_the_most_likely_without_filters() -> None:
     logits = torch.randn(50, 5, generator=torch.Generator().manual_seed(0))
     tokens, log_probs, _ = sample(logits, rows(50, temperature=0.0, top_k=2), False)
     assert torch.equal(tokens, logits.argmax(-1))
     torch.testing.assert_close(log_probs, logits.log_softmax(-1).max(-1).values)
 
 
-def test_log_probs_after_or_before_temperature_and_filters():
+def test_log_probs_after_or_before_temperature_and_filters() -> None:
     logits = torch.tensor(PROBABILITIES).log().expand(100, -1)
     params = rows(100, temperature=0.5, top_k=2)
     tokens, processed, _ = sample(logits, params, raw_log_probs=False)
@@ -162,7 +169,7 @@ def test_log_probs_after_or_before_temperature_and_filters():
     assert raw.tolist() == pytest.approx(logs, abs=1e-5)
 
 
-def test_a_row_depends_on_itself_alone():
+def test_a_row_depends_on_itself_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(6, 40, generator=generator)
     mixed = SamplingRows(
@@ -180,13 +187,13 @@ def test_a_row_depends_on_itself_alone():
         assert (token.item(), log_prob.item()) == (tokens[row].item(), log_probs[row].item())
 
 
-def test_a_token_without_weight_is_never_drawn():
+def test_a_token_without_weight_is_never_drawn() -> None:
     words = draws(np.arange(20_000, dtype=np.uint64), np.zeros(20_000, np.int64))
     weights = torch.tensor([[0.0, 1e-30, 0.0, 1.0, 0.0]]).expand(20_000, -1)
     assert set(_draw(weights, words)[0].tolist()) == {3}
 
 
-def test_tokens_of_a_large_vocabulary_are_drawn_by_their_probability():
+def test_tokens_of_a_large_vocabulary_are_drawn_by_their_probability() -> None:
     """Tiles and groups, in which they are looked for, do not show."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(1, 9000, generator=generator)
@@ -207,7 +214,7 @@ def test_tokens_of_a_large_vocabulary_are_drawn_by_their_probability():
         assert chi_square < kept.sum() + 4 * (2 * kept.sum()) ** 0.5
 
 
-def test_rounding_hardly_ever_decides():
+def test_rounding_hardly_ever_decides() -> None:
     """The same draws from logits that differ as those of one row alone and in a batch do."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(1, 49152, generator=generator)

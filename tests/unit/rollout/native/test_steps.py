@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from caldera.errors import RolloutError
 from caldera.rollout import Completion, NativeRollout
 
+if TYPE_CHECKING:
+    from tests.unit.rollout.conftest import BuildModel, MakeConfig, MakeRequests
+
 CPU = torch.device("cpu")
 
 
-def run(rollout):
+def run(rollout: Any) -> None:
     with rollout.stepping():
         while rollout.has_work():
             rollout.step()
 
 
-def tokens(completions):
+def tokens(completions: Iterable[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 
 
 @pytest.fixture
-def finished():
+def finished() -> dict[str, Any]:
     return {}
 
 
-def test_requests_that_come_later_are_served_the_same(llama, config, make_requests, finished):
+def test_requests_that_come_later_are_served_the_same(
+    llama: PreTrainedModel,
+    config: MakeConfig,
+    make_requests: MakeRequests,
+    finished: dict[int, Completion],
+) -> None:
     requests = make_requests([5, 20, 33, 2, 16], max_tokens=25)
     expected = NativeRollout(config(), llama, CPU).generate(requests)
     rollout = NativeRollout(config(max_num_seqs=3), llama, CPU)
@@ -50,7 +61,12 @@ def test_requests_that_come_later_are_served_the_same(llama, config, make_reques
         assert heard == list(pairs)
 
 
-def test_the_cache_grows_under_requests_in_flight(llama, config, make_requests, finished):
+def test_the_cache_grows_under_requests_in_flight(
+    llama: PreTrainedModel,
+    config: MakeConfig,
+    make_requests: MakeRequests,
+    finished: dict[int, Completion],
+) -> None:
     requests = make_requests([5, 40, 60], max_tokens=30)
     expected = NativeRollout(config(), llama, CPU).generate(requests)
     rollout = NativeRollout(config(), llama, CPU)
@@ -67,7 +83,12 @@ def test_the_cache_grows_under_requests_in_flight(llama, config, make_requests, 
     assert tokens(finished.values()) == tokens(expected)
 
 
-def test_an_aborted_request_gives_what_it_has(llama, config, make_requests, finished):
+def test_an_aborted_request_gives_what_it_has(
+    llama: PreTrainedModel,
+    config: MakeConfig,
+    make_requests: MakeRequests,
+    finished: dict[int, Completion],
+) -> None:
     first, second, waits = make_requests([5, 9, 4], max_tokens=20)
     expected = NativeRollout(config(), llama, CPU).generate([first, second])
     rollout = NativeRollout(config(max_num_seqs=2), llama, CPU)
@@ -91,8 +112,11 @@ def test_an_aborted_request_gives_what_it_has(llama, config, make_requests, fini
 
 
 def test_new_weights_under_way_are_those_of_the_later_tokens(
-    build_model, config, make_requests, finished
-):
+    build_model: BuildModel,
+    config: MakeConfig,
+    make_requests: MakeRequests,
+    finished: dict[int, Completion],
+) -> None:
     requests = make_requests([5, 20, 33], temperature=0.0, max_tokens=20)
     module, other = build_model(seed=0), build_model(seed=1)
     rollout = NativeRollout(config(max_num_seqs=2), module, CPU)
@@ -124,7 +148,9 @@ def test_new_weights_under_way_are_those_of_the_later_tokens(
         assert completion.log_probs[count:] == pytest.approx(after.log_probs, abs=1e-4)
 
 
-def test_eviction_joins_the_tokens_of_one_version(llama, config, make_requests):
+def test_eviction_joins_the_tokens_of_one_version(
+    llama: PreTrainedModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     requests = make_requests([14, 15, 16], max_tokens=40, temperature=0.0)
     rollout = NativeRollout(config(kv_cache_blocks=5), llama, CPU)
     rollout.version = 4
@@ -132,11 +158,13 @@ def test_eviction_joins_the_tokens_of_one_version(llama, config, make_requests):
     assert [c.weight_versions for c in completions] == [((4, 40),)] * 3
 
 
-def test_a_version_set_from_outside_recomputes_the_cache(build_model, config, make_requests):
+def test_a_version_set_from_outside_recomputes_the_cache(
+    build_model: BuildModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     requests = make_requests([5, 20], temperature=0.0, max_tokens=10)
     module = build_model(seed=0)
     rollout = NativeRollout(config(), module, CPU)
-    finished = {}
+    finished: dict[int, Completion] = {}
     for request in requests:
         rollout.add(request, None, finished.__setitem__)
     with rollout.stepping():
@@ -148,7 +176,12 @@ def test_a_version_set_from_outside_recomputes_the_cache(build_model, config, ma
     assert [c.weight_versions for c in finished.values()] == [((0, 4), (1, 6))] * 2
 
 
-def test_sleep_keeps_requests_in_flight(llama, config, make_requests, finished):
+def test_sleep_keeps_requests_in_flight(
+    llama: PreTrainedModel,
+    config: MakeConfig,
+    make_requests: MakeRequests,
+    finished: dict[int, Completion],
+) -> None:
     requests = make_requests([5, 20, 33], max_tokens=20)
     expected = NativeRollout(config(), llama, CPU).generate(requests)
     rollout = NativeRollout(config(), llama, CPU)
@@ -166,12 +199,14 @@ def test_sleep_keeps_requests_in_flight(llama, config, make_requests, finished):
     assert tokens(finished.values()) == tokens(expected)
 
 
-def test_a_step_that_fails_leaves_a_sampler_that_works(build_model, config, make_requests):
+def test_a_step_that_fails_leaves_a_sampler_that_works(
+    build_model: BuildModel, config: MakeConfig, make_requests: MakeRequests
+) -> None:
     requests = make_requests([5, 20], max_tokens=6)
     rollout = NativeRollout(config(), build_model(), CPU)
     expected = rollout.generate(requests)
 
-    def refuse(index, completion):
+    def refuse(index: Any, completion: Completion) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -31,12 +31,12 @@ from caldera.models.attention import ATTENTION
 from caldera.rollout import NativeRollout, Request, SamplingParams
 
 CPU = torch.device("cpu")
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LONG = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4,
     "long_factor": [4.0] * 4,
@@ -113,8 +113,9 @@ def test_tokens_that_the_model_has_not(tokens: list[int], llama: Any, config: An
     ],
 )  # fmt: skip
 def test_numbers_that_are_none(name: str, value: float) -> None:
+    number: dict[str, Any] = {name: value}
     with pytest.raises(RolloutError, match=f"{name}=.*cannot be honoured: takes "):
-        SamplingParams(4, **{name: value})
+        SamplingParams(4, **number)
 
 
 def test_an_adapter_that_is_switched_off(build_model: Any, config: Any, make_requests: Any) -> None:

@@ -218,10 +218,11 @@ def fail_in_the_second(found: Result, between: bool) -> None:
             rollout.generate(requests(0.9))
         found[f"failure, {between}"] = str(raised.value)
         return
-    runs, run = [], rollout._runner.run
+    runs: list[Any] = []
+    run = rollout._runner.run
 
-    def fail(*given: Any) -> Any:
-        runs.append(run(*given) if between or len(runs) < 3 else None)
+    def fail(*given: Any, **named: Any) -> Any:
+        runs.append(run(*given, **named) if between or len(runs) < 3 else None)
         if len(runs) > 3:
             raise ValueError("no third step")
         return runs[-1]
