@@ -37,12 +37,12 @@ def weather(
     return f"{city}: {days} days of rain"
 
 
-def call(function, **arguments):
+def call(function: Any, **arguments: Any) -> Any:
     tool = getattr(function, MARK)
     return asyncio.run(tool.execute("id", arguments, agent_data=ToolState(request_id="r")))
 
 
-def test_the_schema_comes_from_hints_and_docstring():
+def test_the_schema_comes_from_hints_and_docstring() -> None:
     assert schema_of(weather).model_dump()["function"] == {
         "name": "weather",
         "description": "The weather of the next days.\n\nIt is made up.",
@@ -65,7 +65,7 @@ def test_the_schema_comes_from_hints_and_docstring():
 
 def variadic(*cities: str) -> str: ...
 def keywords(**cities: str) -> str: ...
-def unhinted(city) -> str: ...
+def unhinted(city) -> str: ...  # type: ignore[no-untyped-def]  # which is refused
 def strange(city: set[str]) -> str: ...
 def misnamed(city: str) -> str:
     """Looks.
@@ -86,7 +86,7 @@ def misnamed(city: str) -> str:
         (misnamed, "'town'"),
     ],
 )
-def test_functions_that_cannot_be_tools(function, told):
+def test_functions_that_cannot_be_tools(function: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         function_tool(function)
 
@@ -103,7 +103,9 @@ def test_functions_that_cannot_be_tools(function, told):
         ((1, 2, 3, 4), "(1, 2, 3, 4)", None, {}),
     ],
 )
-def test_what_functions_may_return(result, text, reward, metrics):
+def test_what_functions_may_return(
+    result: Any, text: str, reward: float | None, metrics: dict[str, Any]
+) -> None:
     @function_tool
     def give() -> Any:
         return result
@@ -112,7 +114,7 @@ def test_what_functions_may_return(result, text, reward, metrics):
     assert (response.text, got, measured) == (text, reward, metrics)
 
 
-def test_a_function_stays_callable_and_has_the_name_and_limits_that_are_given():
+def test_a_function_stays_callable_and_has_the_name_and_limits_that_are_given() -> None:
     named = function_tool("forecast", timeout=3, attempts=2)(weather)
     assert named is weather and weather("Oslo") == "Oslo: 1 days of rain"
     tool = getattr(weather, MARK)
@@ -122,7 +124,7 @@ def test_a_function_stays_callable_and_has_the_name_and_limits_that_are_given():
         function_tool(timout=3)(variadic)
 
 
-def test_a_schema_of_ones_own():
+def test_a_schema_of_ones_own() -> None:
     schema = {"type": "function", "function": {"name": "any", "parameters": None}}
     tool = getattr(function_tool("any", schema=schema)(lambda: "x"), MARK)
     assert tool.schema.model_dump()["function"]["parameters"]["properties"] == {}
@@ -130,7 +132,7 @@ def test_a_schema_of_ones_own():
         function_tool("other", schema=schema)(lambda: "x")
 
 
-def test_blocking_functions_run_beside_each_other_and_see_the_trajectory():
+def test_blocking_functions_run_beside_each_other_and_see_the_trajectory() -> None:
     both = threading.Barrier(2, timeout=30)
 
     @function_tool
@@ -138,7 +140,7 @@ def test_blocking_functions_run_beside_each_other_and_see_the_trajectory():
         both.wait()  # only returns if two are here at the same time
         return str(agent_data.request_id)
 
-    async def twice():
+    async def twice() -> Any:
         tool = getattr(meet, MARK)
         state = ToolState(request_id="r1")
         return await asyncio.gather(*(tool.execute("", {}, agent_data=state) for _ in range(2)))
@@ -146,7 +148,7 @@ def test_blocking_functions_run_beside_each_other_and_see_the_trajectory():
     assert [response.text for response, _, _ in asyncio.run(twice())] == ["r1", "r1"]
 
 
-def test_an_async_function_runs_in_the_event_loop():
+def test_an_async_function_runs_in_the_event_loop() -> None:
     @function_tool
     async def where() -> str:
         return threading.current_thread().name
@@ -154,7 +156,7 @@ def test_an_async_function_runs_in_the_event_loop():
     assert call(where)[0].text == threading.current_thread().name
 
 
-def test_null_is_taken_where_the_hint_has_none():
+def test_null_is_taken_where_the_hint_has_none() -> None:
     @function_tool
     def stock(fruit: str | None = None, *, most: int = 3) -> str:
         return f"{fruit} {most}"
@@ -166,7 +168,7 @@ def test_null_is_taken_where_the_hint_has_none():
     assert refused.status == "malformed" and "must be an integer, got null" in refused.text
 
 
-def test_what_a_function_raises_arrives():
+def test_what_a_function_raises_arrives() -> None:
     @function_tool
     def fail() -> str:
         raise LookupError("nothing there")

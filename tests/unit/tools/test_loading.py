@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,13 +45,13 @@ def helper(x):
 """
 
 
-def written(folder, *entries):
+def written(folder: Any, *entries: Any) -> Any:
     path = folder / "tools.yaml"
     path.write_text(json.dumps({"tools": entries}))  # which is YAML
     return str(path)
 
 
-def test_tools_are_loaded_by_class(tmp_path, monkeypatch):
+def test_tools_are_loaded_by_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "echo_tool.py").write_text(OWN)
     schema = {
         "type": "function",
@@ -73,7 +75,7 @@ def test_tools_are_loaded_by_class(tmp_path, monkeypatch):
     assert type(python) is PythonTool
 
 
-def test_a_class_on_the_path_of_modules(tmp_path, monkeypatch):
+def test_a_class_on_the_path_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tools_of_a_user.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     function = {"name": "say", "description": ""}
@@ -86,7 +88,7 @@ def test_a_class_on_the_path_of_modules(tmp_path, monkeypatch):
     assert tool.name == "say"
 
 
-def test_functions_are_loaded_once_each(tmp_path):
+def test_functions_are_loaded_once_each(tmp_path: Path) -> None:
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     tools = load_tools(None, str(tmp_path / "functions.py"))
     assert [tool.name for tool in tools] == ["double", "half"]
@@ -123,13 +125,13 @@ NATIVE = {"type": "native"}
         ({"class_name": "caldera.tools.BaseTool", "config": NATIVE}, "it has no execute"),
     ],
 )
-def test_mistakes_are_named(tmp_path, entry, told):
+def test_mistakes_are_named(tmp_path: Path, entry: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told) as error:
         load_tools(written(tmp_path, entry))
     assert "multi_turn.tool_config_path" in str(error.value)
 
 
-def test_mcp_tools_need_their_library(tmp_path, monkeypatch):
+def test_mcp_tools_need_their_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     servers = {"mcp_servers_config_path": "servers.json"}
     entry = {"class_name": "MCPTool", "config": {"type": "mcp"}, "mcp": servers}
@@ -138,7 +140,7 @@ def test_mcp_tools_need_their_library(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["tools: []", "other: 1", "- 1", "tools: [", "tools: ${a}"])
-def test_files_that_hold_no_tools(tmp_path, text):
+def test_files_that_hold_no_tools(tmp_path: Path, text: str) -> None:
     (tmp_path / "tools.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"tools\.yaml"):
         load_tools(str(tmp_path / "tools.yaml"))
@@ -146,7 +148,7 @@ def test_files_that_hold_no_tools(tmp_path, text):
         load_tools(str(tmp_path / "other.yaml"))
 
 
-def test_a_file_that_is_no_text(tmp_path):
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "tools.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"tools\.yaml cannot be read"):
         load_tools(str(tmp_path / "tools.yaml"))

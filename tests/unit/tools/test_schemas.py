@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from caldera.errors import ConfigError
@@ -28,11 +30,11 @@ GIVEN = {
 }
 
 
-def look():
+def look() -> Any:
     return OpenAIFunctionToolSchema.model_validate(GIVEN)
 
 
-def test_the_model_is_shown_what_is_set():
+def test_the_model_is_shown_what_is_set() -> None:
     shown = look().model_dump(exclude_unset=True)
     assert shown["function"]["parameters"]["properties"]["what"] == {
         "type": "string",
@@ -56,14 +58,14 @@ def test_the_model_is_shown_what_is_set():
         ({"parameters": {"properties": {"a": {"enum": "ab"}}}}, "properties.a.enum='ab'"),
     ],
 )
-def test_a_mistake_is_named(change, named):
+def test_a_mistake_is_named(change: dict[str, Any], named: str) -> None:
     given = {"type": "function", "function": {"name": "look", "description": ""} | change}
     with pytest.raises(ConfigError) as error:
         OpenAIFunctionToolSchema.model_validate(given, "tools[0].tool_schema")
     assert "tools[0].tool_schema" in str(error.value) and named in str(error.value)
 
 
-def test_arguments_are_taken_as_they_are_meant():
+def test_arguments_are_taken_as_they_are_meant() -> None:
     arguments = {
         "what": 72, "most": "3", "share": 2, "deep": "true", "places": '["a"]', "order": "up",
         "free": [1],
@@ -89,13 +91,13 @@ def test_arguments_are_taken_as_they_are_meant():
         ({"what": "x", "order": "side"}, 'one of ["up", "down"]'),
     ],
 )
-def test_arguments_that_do_not_fit_are_explained(arguments, told):
+def test_arguments_that_do_not_fit_are_explained(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError) as error:
         fit_arguments(arguments, look().function)
     assert told in str(error.value)
 
 
-def test_texts_are_what_was_written():
+def test_texts_are_what_was_written() -> None:
     texts = {"what": '{"a": [1,2]}', "most": "3"}
     arguments = {"what": {"a": [1, 2]}, "most": 3}
     assert fit_arguments(arguments, look().function, texts) == {"what": texts["what"], "most": 3}

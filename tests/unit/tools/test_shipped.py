@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from caldera.tools.running import ToolRunner, ToolState
 NATIVE = {"type": "native"}
 
 
-def run(tool, arguments, state=None):
+def run(tool: Any, arguments: Any, state: Any = None) -> Any:
     runner = ToolRunner([tool])
     call = FunctionCall(tool.name, arguments)
     return asyncio.run(runner.run([call], state or ToolState()))[0]
@@ -32,7 +33,7 @@ def run(tool, arguments, state=None):
         ("1e3 - .5", 999.5),
     ],
 )
-def test_arithmetic(expression, value):
+def test_arithmetic(expression: str, value: float) -> None:
     assert calculate(expression) == value
 
 
@@ -52,12 +53,12 @@ def test_arithmetic(expression, value):
         ("1" * 1001, "more than 1000 characters"),
     ],
 )
-def test_what_cannot_be_calculated_is_told(expression, told):
+def test_what_cannot_be_calculated_is_told(expression: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         calculate(expression)
 
 
-def test_the_calculator_shows_numbers_as_people_write_them():
+def test_the_calculator_shows_numbers_as_people_write_them() -> None:
     tool = CalculatorTool(NATIVE)
     assert run(tool, '{"expression": "0.1 + 0.2"}').text == "0.3"
     assert run(tool, '{"expression": "6 * 7"}').text == "42"
@@ -65,7 +66,7 @@ def test_the_calculator_shows_numbers_as_people_write_them():
     assert failed.status == "error" and "division by zero" in failed.text
 
 
-def test_gsm8k_rewards_an_answer_that_is_better_than_those_before():
+def test_gsm8k_rewards_an_answer_that_is_better_than_those_before() -> None:
     tool = Gsm8kTool(NATIVE)
     row = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}}
     state = ToolState(tools_kwargs=row)
@@ -82,11 +83,11 @@ def test_gsm8k_rewards_an_answer_that_is_better_than_those_before():
 class Programs:
     """Stands for a sandbox, and keeps what it was asked for."""
 
-    def __init__(self, outcome):
+    def __init__(self, outcome: Any) -> None:
         self.outcome = outcome
-        self.asked = []
+        self.asked: list[Any] = []
 
-    def run(self, program, limits):
+    def run(self, program: Any, limits: Any) -> Any:
         self.asked.append((program, limits.wall_seconds, limits.memory_mb))
         return self.outcome
 
@@ -100,7 +101,9 @@ class Programs:
         (Outcome("timed out", "1\n"), "1\n\nThe program was ended: timed out"),
     ],
 )
-def test_what_a_program_printed_is_shown(outcome, text, monkeypatch):
+def test_what_a_program_printed_is_shown(
+    outcome: Any, text: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tool = PythonTool({**NATIVE, "default_timeout": 3})
     sandbox = Programs(outcome)
     monkeypatch.setattr(programs, "_sandbox", lambda: sandbox)
@@ -110,7 +113,7 @@ def test_what_a_program_printed_is_shown(outcome, text, monkeypatch):
     assert sandbox.asked == [("print(1)", 3, 512)]
 
 
-def test_sandbox_fusion_is_asked_at_its_address(monkeypatch):
+def test_sandbox_fusion_is_asked_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     url = "http://localhost:1/run_code"
     tool = SandboxFusionTool({**NATIVE, "sandbox_fusion_url": url, "memory_limit_mb": 64})
     servers = {url: Programs(Outcome("ok", "1"))}
@@ -145,6 +148,6 @@ def test_sandbox_fusion_is_asked_at_its_address(monkeypatch):
         (Gsm8kTool, {"digits": 1}, "config.digits"),
     ],
 )
-def test_mistakes_in_their_config_are_named(make, config, told):
+def test_mistakes_in_their_config_are_named(make: Any, config: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         make(NATIVE | config)
