@@ -168,7 +168,8 @@ def test_options_of_groups(tiny_model: Build, tmp_path: Path) -> None:
 
     def grouped(root: Root, count: int, **options: Any) -> torch.optim.AdamW:
         parameters = list(root.parameters())
-        groups = [{"params": parameters[:count]}, {"params": parameters[count:], "lr": 0.5}]
+        first, rest = parameters[:count], parameters[count:]
+        groups: list[dict[str, Any]] = [{"params": first}, {"params": rest, "lr": 0.5}]
         return torch.optim.AdamW(groups, 0.01, **options)
 
     root = Root(tiny_model())

@@ -18,7 +18,7 @@ def rates(steps: int, **keys: Any) -> list[float]:
     schedule = build_decay(optimizer, config)
     found = []
     for _ in range(steps):
-        found.append(schedule.get_last_lr()[0])
+        found.append(float(schedule.get_last_lr()[0]))
         optimizer.step()
         schedule.step()
     return found

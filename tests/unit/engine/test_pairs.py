@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import logsigmoid
-from transformers import PreTrainedModel
 
 from caldera.config import FSDPConfig, ModelConfig
 from caldera.core_algos import LossScale, bradley_terry_loss
@@ -48,12 +48,12 @@ def loss_fn(
     return scale.group_mean(losses, 2), told
 
 
-def classifier(folder: str, **keys: int) -> nn.Module:
+def classifier(folder: str, **keys: Any) -> Any:
     config = ModelConfig(path=folder, **keys)
     return build_sequence_classifier(config, torch.float32, 3, "model").module.double()
 
 
-def on_padded_rows(model: PreTrainedModel, rows: DataProto) -> Tensor:
+def on_padded_rows(model: Any, rows: DataProto) -> Tensor:
     """Scores (B,), from transformers alone, each row without its padding."""
     model.set_attn_implementation("sdpa")
     tensors = rows.batch

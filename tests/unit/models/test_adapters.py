@@ -57,7 +57,7 @@ def saved(model_folder: Folder, tmp_path: Path) -> tuple[nn.Module, Path]:
         "lora_alpha": 5,
         "target_modules": ["q_proj", "up_proj"],
     }
-    module = randomised(policy(model_folder(), **keys))
+    module: Any = randomised(policy(model_folder(), **keys))
     module.save_pretrained(tmp_path / "adapter")
     return module, tmp_path / "adapter"
 
@@ -95,7 +95,7 @@ def test_a_saved_adapter_of_an_empty_model(
 @pytest.mark.parametrize("empty", [False, True])
 def test_a_saved_critic_brings_its_head(model_folder: Folder, tmp_path: Path, empty: bool) -> None:
     config = ModelConfig(path=model_folder(), lora_rank=2)
-    first = randomised(build_value_model(config, torch.float32, 1, "critic.model").module)
+    first: Any = randomised(build_value_model(config, torch.float32, 1, "critic.model").module)
     first.save_pretrained(tmp_path)
     config = ModelConfig(path=model_folder(), lora_adapter_path=str(tmp_path))
     built = build_value_model(config, torch.float32, 2, "critic.model", empty)
@@ -178,7 +178,7 @@ def test_adapters_of_other_kinds(
     assert said in refusal(model_folder(), folder)
 
 
-def merged_by_peft(module: nn.Module) -> dict[str, Tensor]:
+def merged_by_peft(module: Any) -> dict[str, Tensor]:
     state: dict[str, Tensor] = copy.deepcopy(module).merge_and_unload().state_dict()
     return state
 
@@ -257,7 +257,7 @@ def test_layers_inside_other_wrappers_are_merged(model_folder: Folder) -> None:
 def test_a_stream_is_saved_with_tied_weights_once(
     model_folder: Folder, tmp_path: Path, tiny_model: Callable[..., PreTrainedModel]
 ) -> None:
-    module = policy(model_folder("qwen2"))
+    module: Any = policy(model_folder("qwen2"))
     stream = ((name, tensor.clone() * 2) for name, tensor in exported_weights(module))
     save_pretrained(module, tmp_path, stream)
     state = load_file(tmp_path / "model.safetensors")

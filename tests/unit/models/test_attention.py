@@ -51,9 +51,9 @@ def test_attention_and_its_gradient(
         shape = (sum(lengths), count, 4)
         return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
-    inputs = [random(heads), random(key_heads), random(key_heads)]
+    query, key, value = inputs = [random(heads), random(key_heads), random(key_heads)]
     upstream = random(heads).detach()
-    packed = PackedSequences(lengths, CPU).attend(LAYER, *inputs, 0.3, window)
+    packed = PackedSequences(lengths, CPU).attend(LAYER, query, key, value, 0.3, window)
     parts = zip(*(tensor.split(lengths) for tensor in inputs), strict=True)
     plain = torch.cat([attend_plainly(q, k, v, 0.3, window) for q, k, v in parts])
     torch.testing.assert_close(packed, plain, rtol=1e-12, atol=1e-12)
@@ -163,7 +163,8 @@ def test_a_forward_without_context(tiny_model: Build) -> None:
 def test_what_packed_attention_cannot_do_is_refused(
     tiny_model: Build, extra: dict[str, Any], feature: str
 ) -> None:
-    layer = tiny_model("llama").base_model.layers[0].self_attn
+    backbone: Any = tiny_model("llama").base_model
+    layer = backbone.layers[0].self_attn
     rows = torch.ones(1, 4, 3, 8)
     attend = AttentionInterface()[ATTENTION]
     with pytest.raises(UnsupportedError, match=f"LlamaAttention needs attention {feature}"):

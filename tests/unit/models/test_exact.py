@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qw
 
 from caldera.errors import UnsupportedError
 from caldera.models.attention import ATTENTION
-from caldera.models.exact import exactness, in_exactness, is_exact, make_exact
+from caldera.models.exact import exactness, is_exact, make_exact
+from caldera.models.exact_norm import in_exactness
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -22,7 +23,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("widths", [(32, 48), (100, 33), (576, 192)])
-def test_a_row_of_a_product_depends_on_no_other(widths, dtype):
+def test_a_row_of_a_product_depends_on_no_other(widths: tuple[int, ...], dtype: Any) -> None:
     weight = random(widths[1], widths[0], seed=1).to(dtype)
     values = random(100, widths[0]).to(dtype)
     with exactness():
@@ -36,7 +37,7 @@ def test_a_row_of_a_product_depends_on_no_other(widths, dtype):
 
 
 @pytest.mark.parametrize("function", [torch.cos, torch.exp, F.silu, F.gelu, torch.tanh])
-def test_functions_take_one_form_everywhere(function):
+def test_functions_take_one_form_everywhere(function: Any) -> None:
     values = random(70_003)
     with exactness():
         whole = function(values)
@@ -45,7 +46,7 @@ def test_functions_take_one_form_everywhere(function):
     torch.testing.assert_close(whole, function(values))
 
 
-def test_log_probs_of_both_sides_are_the_same_numbers():
+def test_log_probs_of_both_sides_are_the_same_numbers() -> None:
     logits = random(9, 50_001)
     with exactness():
         normaliser = torch.logsumexp(logits, dim=-1)
@@ -56,7 +57,7 @@ def test_log_probs_of_both_sides_are_the_same_numbers():
     torch.testing.assert_close(log_probs, logits.log_softmax(-1))
 
 
-def test_a_query_depends_on_its_own_keys_alone():
+def test_a_query_depends_on_its_own_keys_alone() -> None:
     length, heads, width = 150, 2, 8
     query, key, value = (random(1, heads, length, width, seed=s) for s in range(3))
     plain = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3)
@@ -85,12 +86,12 @@ def test_a_query_depends_on_its_own_keys_alone():
     torch.testing.assert_close(whole, plain)
 
 
-def test_gradients_are_those_of_the_ordinary_kernels():
-    inputs = [random(2, 3, 40, 8, seed=s).requires_grad_() for s in range(3)]
+def test_gradients_are_those_of_the_ordinary_kernels() -> None:
+    query, key, value = inputs = [random(2, 3, 40, 8, seed=s).requires_grad_() for s in range(3)]
     weight = random(16, 8, seed=5).requires_grad_()
 
-    def loss():
-        out = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    def loss() -> Any:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return F.silu(F.linear(out, weight)).square().sum()
 
     plain = torch.autograd.grad(loss(), [*inputs, weight])
@@ -100,7 +101,7 @@ def test_gradients_are_those_of_the_ordinary_kernels():
         torch.testing.assert_close(ours, theirs)
 
 
-def test_what_has_no_exact_form_is_refused():
+def test_what_has_no_exact_form_is_refused() -> None:
     with exactness(), pytest.raises(UnsupportedError, match=r"exact=True.*bmm"):
         torch.bmm(random(2, 3, 4), random(2, 4, 5))
     with exactness(), pytest.raises(UnsupportedError, match="other than by weights"):
@@ -109,7 +110,7 @@ def test_what_has_no_exact_form_is_refused():
         random(2, 3, 1) @ random(2, 1, 5)
 
 
-def test_it_ends_where_it_is_left():
+def test_it_ends_where_it_is_left() -> None:
     assert not in_exactness()
     with exactness():
         assert in_exactness()
@@ -123,7 +124,7 @@ def test_it_ends_where_it_is_left():
     assert not in_exactness()
 
 
-def test_a_module_is_marked():
+def test_a_module_is_marked() -> None:
     module = nn.Linear(2, 2)
     assert not is_exact(module)
     make_exact(module)

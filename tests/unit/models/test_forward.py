@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from transformers import AutoModelForCausalLM, GraniteConfig, Lfm2Config, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteConfig,
+    Lfm2Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from caldera.engine.packed_model import PackedModel
 from caldera.errors import UnsupportedError
 from caldera.models.attention import ATTENTION
 from caldera.models.forward import language_head
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
 
 
-def build(config: PreTrainedConfig) -> AutoModelForCausalLM:
+def build(config: PreTrainedConfig) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
 
 

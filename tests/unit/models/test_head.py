@@ -48,7 +48,10 @@ def test_values_and_gradients(temperature: float) -> None:
         upstream = torch.linspace(-1, 2, ROWS, dtype=torch.float64)
         grads = [
             torch.autograd.grad(
-                sum((f * upstream * x).sum() for f, x in zip(factors, results, strict=True)),
+                sum(
+                    ((f * upstream * x).sum() for f, x in zip(factors, results, strict=True)),
+                    torch.zeros(()),
+                ),
                 [hidden, weight],
                 retain_graph=True,
             )
@@ -130,7 +133,8 @@ def test_logits_far_apart_stay_finite() -> None:
 
 def gradients(*arguments: Any, autocast: bool = False) -> tuple[Tensor, ...]:
     """Both outputs of the head, and the gradients of hidden states and head through them."""
-    found = tuple(head_outputs(*arguments, BOTH).values())
+    hidden, weight, labels, temperature = arguments
+    found = tuple(head_outputs(hidden, weight, labels, temperature, BOTH).values())
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         return *found, *torch.autograd.grad(found, arguments[:2], [torch.ones(ROWS)] * 2)
 
@@ -238,7 +242,8 @@ def test_full_kl_by_hand() -> None:
 
 @pytest.mark.usefixtures("chunk")
 def test_full_kl_in_float32() -> None:
-    exact = dense_kl(*(tensor.double() for tensor in heads(torch.float32)), 0.7)
+    hidden, weight, ref_hidden, ref_weight = (leaf.double() for leaf in heads(torch.float32))
+    exact = dense_kl(hidden, weight, ref_hidden, ref_weight, 0.7)
     rounded = full_kl(*heads(torch.float32), 0.7)
     assert rounded.dtype == torch.float32
     torch.testing.assert_close(rounded.double(), exact, rtol=1e-6, atol=5e-7)
@@ -254,15 +259,16 @@ def test_full_kl_of_a_policy_to_itself() -> None:
 
 def test_the_reference_gets_no_gradient() -> None:
     tensors = [tensor.detach().requires_grad_() for tensor in heads()]
-    full_kl(*tensors, 1.0).sum().backward()
+    hidden, weight, ref_hidden, ref_weight = tensors
+    full_kl(hidden, weight, ref_hidden, ref_weight, 1.0).sum().backward()
     assert [tensor.grad is not None for tensor in tensors] == [True, True, False, False]
 
 
 def test_full_kl_of_a_frozen_head() -> None:
-    hidden, weight, *reference = heads()
+    hidden, weight, ref_hidden, ref_weight = heads()
     frozen = weight.detach()
     grads = [
-        torch.autograd.grad(kl(hidden, frozen, *reference, 0.7).sum(), hidden)[0]
+        torch.autograd.grad(kl(hidden, frozen, ref_hidden, ref_weight, 0.7).sum(), hidden)[0]
         for kl in (full_kl, dense_kl)
     ]
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-14)

@@ -38,7 +38,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     )
     for name in ("liger_kernel", "liger_kernel.transformers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, LIBRARY, stand_in)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, LIBRARY, stand_in)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return asked
 
@@ -86,7 +86,8 @@ def test_the_kernels_compute_the_same(tiny_model: Model, monkeypatch: pytest.Mon
         monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))
     tokens = torch.tensor([[3, 7, 1, 40, 12, 5]], device="cuda")
     packed = PackedSequences([6], torch.device("cuda"))
-    model = tiny_model("llama").cuda()
+    model: Any = tiny_model("llama")
+    model.cuda()
     plain = hidden_states(model, tokens, packed.position_ids, packed)
     apply_liger(model, KEY)
     with_kernels = hidden_states(model, tokens, packed.position_ids, packed)

@@ -113,7 +113,7 @@ def test_external_libraries_are_imported_first(
 
 def test_a_value_head_is_a_function_of_its_seed(model_folder: Folder) -> None:
     before = torch.get_rng_state()
-    heads = [value_model(model_folder(), seed=seed).score for seed in (3, 3, 4)]
+    heads: list[Any] = [value_model(model_folder(), seed=seed).score for seed in (3, 3, 4)]
     assert torch.equal(torch.get_rng_state(), before)
     assert heads[0].weight.shape == (1, 32)
     assert torch.equal(heads[0].weight, heads[1].weight)
@@ -126,7 +126,7 @@ def test_a_scoring_head_is_fresh_unless_the_folder_has_one(
 ) -> None:
     def head(path: str, seed: int) -> Tensor:
         config = ModelConfig(path=path)
-        built = build_sequence_classifier(config, torch.float32, seed, "model").module
+        built: Any = build_sequence_classifier(config, torch.float32, seed, "model").module
         assert built.config.num_labels == 1
         return built.score.weight
 
@@ -134,7 +134,7 @@ def test_a_scoring_head_is_fresh_unless_the_folder_has_one(
     assert heads[0].shape == (1, 32)
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
-    trained = build_sequence_classifier(
+    trained: Any = build_sequence_classifier(
         ModelConfig(path=model_folder()), torch.float32, 5, "model"
     ).module
     save_pretrained(trained, tmp_path)
@@ -151,7 +151,7 @@ def test_a_reward_models_adapter_comes_with_a_whole_head(model_folder: Folder) -
 
 
 def test_values_are_the_heads_scores(model_folder: Folder) -> None:
-    module = value_model(model_folder("qwen2"))
+    module: Any = value_model(model_folder("qwen2"))
     states = hidden(module)
     expected = states @ module.score.weight[0] + module.score.bias
     torch.testing.assert_close(value_scores(module, states), expected)
@@ -218,7 +218,7 @@ def test_adapters_need_peft(model_folder: Folder, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_plain_model_exports_its_own_tensors(model_folder: Folder) -> None:
-    module = policy(model_folder("qwen2"))
+    module: Any = policy(model_folder("qwen2"))
     exported = dict(exported_weights(module))
     assert exported.keys() == module.state_dict().keys()
     embedding = module.get_input_embeddings().weight
@@ -227,7 +227,7 @@ def test_a_plain_model_exports_its_own_tensors(model_folder: Folder) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_an_export_merges_the_adapter_as_peft_does(model_folder: Folder, family: str) -> None:
-    module = with_random_adapter(policy(model_folder(family), lora_rank=2, lora_alpha=3))
+    module: Any = with_random_adapter(policy(model_folder(family), lora_rank=2, lora_alpha=3))
     before = logits(module)
     exported = dict(exported_weights(module))
     merged = copy.deepcopy(module).merge_and_unload().state_dict()
