@@ -96,7 +96,7 @@ def gae_by_loop(
             advantages[i, t] = next_advantage
             returns[i, t] = next_advantage + next_value
             seen.append(next_advantage)
-    mean, variance = np.mean(seen), np.var(seen, ddof=1)
+    mean, variance = float(np.mean(seen)), float(np.var(seen, ddof=1))
     return (advantages - mean) / np.sqrt(variance + 1e-8) * mask, returns
 
 
@@ -203,7 +203,7 @@ class TestRegistry:
 
     @pytest.mark.parametrize("name", AdvantageEstimator)
     def test_every_estimator_is_called_alike(self, name: AdvantageEstimator) -> None:
-        arguments = {
+        arguments: dict[str, Any] = {
             "token_level_rewards": self.REWARDS.clone().requires_grad_(),
             "response_mask": self.MASK,
             "index": np.array(["a", "a"], dtype=object),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,8 @@ def test_the_scale_factor_replaces_the_width() -> None:
 def test_global_counts(mode: str, expected: float) -> None:
     loss = agg_loss(LOSSES, MASK, mode, dp_size=2, batch_num_tokens=14, global_batch_size=5)
     assert loss.item() == pytest.approx(expected)
-    counts = {"batch_num_tokens": torch.tensor(14), "global_batch_size": torch.tensor(5)}
+    tokens, size = torch.tensor(14), torch.tensor(5)
+    counts: dict[str, Any] = {"batch_num_tokens": tokens, "global_batch_size": size}
     assert agg_loss(LOSSES, MASK, mode, dp_size=2, **counts).item() == pytest.approx(expected)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def check(cut: Cut, share: Share) -> None:
         results.append(value_and_grad(parts, share, scale, leaf))
 
     losses, metrics, grads = zip(*results, strict=True)
-    close = {"rtol": 1e-12, "atol": 1e-12}
+    close: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(torch.stack(losses).mean(), whole_loss, **close)
     torch.testing.assert_close(torch.stack(grads).mean(0), whole_grad, **close)
     for name, whole in whole_metrics.items():
@@ -168,7 +169,7 @@ def test_policy_losses(name: str, loss_type: str, cut: Cut, mode: str, weighed: 
 def in_one_micro_batch(cut: Cut) -> Cut:
     """All rows in the order of the cut, padded, on one of its ranks; the others have none."""
     rows = [row for micro_batches in cut.ranks for part in micro_batches for row in part]
-    ranks = [[rows] if rank == 0 else [[]] for rank in range(len(cut.ranks))]
+    ranks: list[Any] = [[rows] if rank == 0 else [[]] for rank in range(len(cut.ranks))]
     return Cut(cut.batch, ranks, cut.padding)
 
 

@@ -94,9 +94,9 @@ def test_gspo_takes_one_ratio_for_a_sequence_and_one_aggregation(mode: str) -> N
 
 def test_gspo_has_no_dual_clip_and_bounds_the_log_ratio_by_10() -> None:
     loss, _, grad = run("gspo", [[-6.0]], [[-1.0]], [[-1.0]], actor())
-    assert (loss, grad) == (pytest.approx(exp(5)), near([[exp(5)]]))
+    assert loss == pytest.approx(exp(5)) and grad == near([[exp(5)]])
     loss, _, grad = run("gspo", [[-60.0]], [[-1.0]], [[-1.0]], actor())
-    assert (loss, grad) == (pytest.approx(exp(10)), [[0.0]])
+    assert loss == pytest.approx(exp(10)) and grad == [[0.0]]
 
 
 def test_geo_mean() -> None:
@@ -160,7 +160,8 @@ def test_sapo_needs_positive_temperatures(key: str) -> None:
 
 def test_gpg() -> None:
     loss, metrics, grad = run("gpg", [[NAN, NAN]], [[-2.0, -1.0]], [[3.0, -2.0]], actor())
-    assert (loss, grad, metrics) == (pytest.approx((6 - 2) / 2), near([[-1.5, 1.0]]), {})
+    assert loss == pytest.approx((6 - 2) / 2) and not metrics
+    assert grad == near([[-1.5, 1.0]])
 
 
 def test_dro() -> None:
@@ -327,7 +328,7 @@ def bypass(weights: Rows | None = None, scale: LossScale | None = None, **keys: 
 
 
 def test_bypass_with_ppo_clip_masks_but_does_not_weigh() -> None:
-    keys = {"rollout_is": "token", **REJECTION}
+    keys: dict[str, Any] = {"rollout_is": "token", **REJECTION}
     loss, metrics, grad = bypass(loss_type="ppo_clip", **keys)
     # a rejected token still counts in the denominator
     assert loss == pytest.approx((-1.2 - 0.5 * 2) / 3)
@@ -338,7 +339,7 @@ def test_bypass_with_ppo_clip_masks_but_does_not_weigh() -> None:
 
 
 def test_bypass_with_reinforce_masks_and_weighs() -> None:
-    keys = {"rollout_is": "token", "rollout_is_threshold": 1.2, **REJECTION}
+    keys: dict[str, Any] = {"rollout_is": "token", "rollout_is_threshold": 1.2, **REJECTION}
     loss, metrics, grad = bypass(loss_type="reinforce", **keys)
     assert loss == pytest.approx((1.2 + 0.5 * 6) / 3)
     assert grad == near([[-1.2 / 3, 0.0, -0.5 * 2 / 3]])  # the weights are constants

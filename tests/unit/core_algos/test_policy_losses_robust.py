@@ -28,7 +28,7 @@ NAMES = [
     "sapo",
     "vanilla",
 ]
-CORRECTION = {
+CORRECTION: dict[str, Any] = {
     "bypass_mode": True,
     "rollout_is": "token",
     "rollout_rs": "seq_mean_k1",

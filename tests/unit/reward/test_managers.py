@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -228,7 +228,7 @@ def test_limits_that_make_no_sense(tokenizer: PreTrainedTokenizerFast) -> None:
         ("max_tpm", 0, "0", "a number above 0, or null"),
     ]:
         with pytest.raises(ConfigError, match=rf"reward_kwargs\.{name}={shown}: takes {takes}$"):
-            LimitedRewardManager(tokenizer, 0, **{name: value})
+            LimitedRewardManager(tokenizer, 0, **cast(Any, {name: value}))
     LimitedRewardManager(tokenizer, 0, max_rpm=0.5, max_tpm=None, timeout=None)
     with pytest.raises(ConfigError, match=r"max_tpm=100: .*estimated_tokens_per_request=2000"):
         LimitedRewardManager(tokenizer, 0, max_tpm=100)

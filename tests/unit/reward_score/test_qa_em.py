@@ -51,7 +51,7 @@ def test_compute_score(solution: str, em: float, sub_em: float) -> None:
 
 
 def test_scores_can_be_chosen() -> None:
-    options = {"format_score": 0.1, "score": 2.0}
+    options: dict[str, Any] = {"format_score": 0.1, "score": 2.0}
     assert compute_score("<answer>Beijing</answer>", BEIJING, **options) == 2.0
     assert compute_score("<answer>Shanghai</answer>", BEIJING, **options) == 0.1
     assert compute_score("Beijing", BEIJING, **options) == 0.0

@@ -74,7 +74,7 @@ def test_the_sandbox_reaches_only_those_who_run_programs(
     def reads_text(solution_str: str, ground_truth: Any, **options: Any) -> dict[str, Any]:
         return {"score": 0.0} | options
 
-    runner = list  # of programs, where it is never called
+    runner: Any = list  # of programs, where it is never called
     assert default_compute_score("code", "", "", run_tests=runner) == {
         "score": 0.0,
         "run_tests": runner,
