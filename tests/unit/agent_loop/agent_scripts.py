@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from transformers import PreTrainedTokenizerBase
+
 from caldera.agent_loop.base import AgentLoopOutput, Equipment, TokenOutput
 from caldera.agent_loop.output import GENERATE, Timeline
 from caldera.data.chat import TurnAppender
@@ -54,7 +56,7 @@ class Script:
 
 
 def equipment(
-    tokenizer: PreTrainedTokenizerFast, interactions: Mapping[str, BaseInteraction] | None = None
+    tokenizer: PreTrainedTokenizerBase, interactions: Mapping[str, BaseInteraction] | None = None
 ) -> Equipment:
     tools = tools_of(sys.modules[__name__])
     return Equipment(

@@ -93,9 +93,10 @@ def rows(count: int, **fields: Any) -> list[dict[str, Any]]:
 
 
 def sample(
-    loops: AgentLoops, rollout: NativeRollout, given: Sequence[dict[str, Any]],
+    made: tuple[AgentLoops, NativeRollout], given: Sequence[dict[str, Any]],
     told: Callable[[int, Completion], None] | None = None,
 ) -> DataProto:  # fmt: skip
+    loops, rollout = made
     params = SamplingParams(max_tokens=40, stop_token_ids=STOPS)
     return loops(given, list(range(len(given))), rollout, params, 0, told)
 
@@ -104,7 +105,7 @@ def test_samples_do_not_depend_on_how_many_run_at_a_time(make: Any) -> None:
     """To the bit, with the sampler that is exact: seeds follow from rows and turns alone."""
     asked = rows(64, agent_name="chatter")
     batches = [
-        tensors_of(sample(*make(EXACT, f"{KEY}.max_concurrent={most}"), asked)) for most in (1, 64)
+        tensors_of(sample(make(EXACT, f"{KEY}.max_concurrent={most}"), asked)) for most in (1, 64)
     ]
     for key in ("responses", "rollout_log_probs", "response_mask", "prompts"):
         assert torch.equal(batches[0][key], batches[1][key]), key
@@ -118,7 +119,7 @@ def test_one_turn_samples_what_is_sampled_without_a_loop(
     make: Any, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     loops, rollout = make(EXACT)
-    batch = tensors_of(sample(loops, rollout, rows(4, agent_name="single_turn_agent")))
+    batch = tensors_of(sample((loops, rollout), rows(4, agent_name="single_turn_agent")))
     for row in range(4):
         text = "<|u|>" + "ab"[: 1 + row % 2] + "<eos><|a|>"
         prompt = tokenizer.encode(text, add_special_tokens=False)
@@ -135,7 +136,7 @@ def test_each_is_told_of_as_it_ends_unless_it_has_a_reward(make: Any) -> None:
     told: dict[int, Completion] = {}
     given = rows(3, agent_name="chatter")
     given[1]["given"] = 0.75
-    batch = sample(*make(), given, told.__setitem__)
+    batch = sample(make(), given, told.__setitem__)
     assert sorted(told) == [0, 2]
     assert told[0].columns == {"turn_scores": [0.5], "__num_turns__": 2 * TURNS}
     facts = batch.non_tensor_batch[COLUMN]
@@ -151,7 +152,7 @@ def test_rows_choose_their_loops(make: Any) -> None:
     given = rows(2)
     given[0]["agent_name"] = "chatter"
     given[1]["agent_name"] = None  # the default, which is tool_agent
-    facts = sample(*make(), given).non_tensor_batch[COLUMN]
+    facts = sample(make(), given).non_tensor_batch[COLUMN]
     assert facts[0].num_turns == 2 * TURNS
     assert "tool_rewards" in facts[1].extra_fields
 
@@ -161,29 +162,29 @@ def test_an_error_of_a_loop_ends_the_batch_and_says_where(make: Any) -> None:
     given = rows(4, agent_name="chatter")
     given[2]["agent_name"] = "broken"
     with pytest.raises(ValueError, match="of its own") as caught:
-        sample(loops, rollout, given)
+        sample((loops, rollout), given)
     assert caught.value.__notes__ == ["in the agent loop 'broken', at uid 2"]
     assert not rollout.has_work(), "the others were given up"
-    assert len(sample(loops, rollout, rows(2, agent_name="chatter"))) == 2
+    assert len(sample((loops, rollout), rows(2, agent_name="chatter"))) == 2
 
 
 def test_a_loop_that_returns_something_else_is_named(make: Any) -> None:
     with pytest.raises(
         RolloutError, match=r"Forgetful\.run must return .*got a NoneType"
     ) as caught:
-        sample(*make(), rows(1, agent_name="forgetful"))
+        sample(make(), rows(1, agent_name="forgetful"))
     assert caught.value.__notes__ == ["in the agent loop 'forgetful', at uid 0"]
 
 
 def test_mistakes_of_rows(make: Any) -> None:
     with pytest.raises(RegistryError, match="'toll_agent'; did you mean 'tool_agent'"):
-        sample(*make(), rows(1, agent_name="toll_agent"))
+        sample(make(), rows(1, agent_name="toll_agent"))
     with pytest.raises(ConfigError, match="return_raw_chat"):
-        sample(*make(), [{"uid": "0", "raw_prompt": None}])
+        sample(make(), [{"uid": "0", "raw_prompt": None}])
 
 
 def test_turns_are_stamped_as_integers(make: Any) -> None:
     from caldera.trainer.ppo.agents import with_agent_columns
 
-    batch = with_agent_columns(sample(*make(), rows(2, agent_name="chatter")))
+    batch = with_agent_columns(sample(make(), rows(2, agent_name="chatter")))
     assert batch.non_tensor_batch["__num_turns__"].dtype == np.int32

@@ -94,9 +94,9 @@ def test_the_stops_of_a_run_end_turns_beside_those_of_a_loop() -> None:
     ask(turns(recorder, params), [4])
     ask(turns(recorder, params), [4], stop=["</x>", "END"], stop_token_ids=[5])
     plain, own = [request.params for request in recorder.requests]
-    assert (plain.stop, plain.stop_token_ids) == (("END",), {2})
+    assert (plain.stop, plain.stop_token_ids) == (("END",), frozenset({2}))
     assert (plain.min_p, plain.presence_penalty) == (0.1, 0.5)
-    assert (own.stop, own.stop_token_ids) == (("END", "</x>"), {2, 5})
+    assert (own.stop, own.stop_token_ids) == (("END", "</x>"), frozenset({2, 5}))
 
 
 def test_a_full_model_answers_nothing() -> None:

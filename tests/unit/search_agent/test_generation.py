@@ -12,7 +12,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from caldera.agent_loop.base import TokenOutput
+from caldera.agent_loop.base import ServerManager, TokenOutput
 from caldera.agent_loop.output import Timeline
 from caldera.search_agent.loop import (
     STOPS,
@@ -82,7 +82,8 @@ def run(
 ) -> tuple[SearchTrajectory, Policy, Library]:
     policy, library = Policy(tokenizer, script), Library()
     manager = LLMGenerationManager(tokenizer, cast(RetrieverClient, library), settings)
-    done = asyncio.run(manager.run_llm_loop(policy, PROMPT, {"temperature": 0.5}))
+    servers = cast(ServerManager, policy)
+    done = asyncio.run(manager.run_llm_loop(servers, PROMPT, {"temperature": 0.5}))
     assert len(done.response_ids) == len(done.response_mask) == len(done.response_logprobs)
     return done, policy, library
 
