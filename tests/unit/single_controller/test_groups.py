@@ -152,7 +152,7 @@ def test_only_what_is_needed_is_sent(ranks: Callable[..., Any]) -> None:
     assert group().keys(data, other).meta_info["metrics"]["keys"] == [
         [["x", "z"], ["name", "other"], 2]  # nothing is sent: nothing is cut
     ]
-    assert sorted(data.batch.keys()) == ["x", "z"]  # type: ignore[union-attr]
+    assert sorted(data.batch.keys()) == ["x", "z"]
 
 
 def test_a_recipe_builds_a_worker_each_time_and_travels() -> None:

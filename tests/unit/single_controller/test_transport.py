@@ -111,5 +111,5 @@ def test_a_process_that_dies_while_it_fetches_memory(
     try:
         raise EOFError
     except EOFError:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
     assert told == [EOFError]  # of anything else it is told

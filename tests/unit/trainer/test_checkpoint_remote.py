@@ -34,7 +34,7 @@ class Mood:
     written: list[str] = field(default_factory=list)
 
 
-class MoodyFiles(LocalFileSystem):  # type: ignore[misc]
+class MoodyFiles(LocalFileSystem):
     """A store that fails, or makes one wait, when it is told to: `moody:///folder`."""
 
     protocol = "moody"

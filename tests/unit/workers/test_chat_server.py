@@ -214,7 +214,8 @@ def test_sleep_ends_what_is_being_written(
     group: InProcessWorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (address,) = group.serve()
-    server = group.workers[0].server
+    worker: Any = group.workers[0]
+    server = worker.server
     rollout, began = server._rollout, threading.Event()
     step = rollout.step
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForTokenClassification
 
 from caldera.protocol import DataProto
-from caldera.single_controller import WorkerGroup
 
-Group = Callable[..., WorkerGroup]
+Group = Callable[..., Any]
 Advantages = Callable[[DataProto], DataProto]
 
 

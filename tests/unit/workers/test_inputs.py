@@ -30,7 +30,8 @@ def call_with_needs(group: Any, method: str, batch: DataProto) -> DataProto:
 
 def assert_equal(one: DataProto, two: DataProto) -> None:
     assert set(one.batch.keys()) == set(two.batch.keys())
-    assert all(torch.equal(value, two.batch[key]) for key, value in one.batch.items())
+    tensors: Any = one.batch
+    assert all(torch.equal(value, two.batch[key]) for key, value in tensors.items())
 
 
 def metrics_of(answer: DataProto) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_on_policy_the_ratio_is_one_and_has_a_gradient() -> None:
 
 def test_entropy_and_kl() -> None:
     config = actor(entropy_coeff=0.5, use_kl_loss=True, kl_loss_coef=2.0, kl_loss_type="kl")
-    outputs = {
+    outputs: Outputs = {
         "log_probs": torch.tensor([[-1.0, -1.0], [-1.0, 9.0]]),
         "entropy": torch.tensor([[0.3, 0.6], [0.9, 99.0]]),
     }
@@ -130,7 +131,7 @@ def test_a_loss_of_one_s_own_without_scale() -> None:
         loss_agg_mode: str,
         config: ActorConfig,
         rollout_is_weights: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, dict[str, Any]]:
         return -(advantages * response_mask).sum() / response_mask.sum(), {"actor/ppo_kl": 0.5}
 
     data = rows(old_log_probs=[[0.0, 0.0]] * 2, advantages=[[1.0, 2.0], [6.0, 9.0]])
@@ -144,7 +145,8 @@ def test_a_loss_of_one_s_own_without_scale() -> None:
 
 def test_other_aggregations_apply_to_every_term() -> None:
     config = actor(entropy_coeff=1.0, loss_agg_mode="seq-mean-token-sum")
-    outputs = {"log_probs": torch.zeros(2, 2), "entropy": torch.tensor([[1.0, 1.0], [1.0, 1.0]])}
+    entropy = torch.tensor([[1.0, 1.0], [1.0, 1.0]])
+    outputs: Outputs = {"log_probs": torch.zeros(2, 2), "entropy": entropy}
     data = rows(old_log_probs=[[0.0, 0.0]] * 2, advantages=[[1.0, 1.0]] * 2)
     loss, metrics = policy_loss(config, on_policy=False)(outputs, data, SCALE)
     assert metrics["actor/entropy_loss"].item() == 1.5  # (2 + 1) / 2 sequences

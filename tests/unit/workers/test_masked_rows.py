@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from caldera.protocol import DataProto, tensors_of
-from caldera.single_controller import WorkerGroup
 
-Make = Callable[..., WorkerGroup]
+Make = Callable[..., Any]
 Advantages = Callable[[DataProto], DataProto]
 ACTOR = "actor_rollout_ref.actor"
 MASKED = 3

@@ -19,7 +19,7 @@ from caldera.config.sft import resolve_supervised
 from caldera.core_algos import LossScale
 from caldera.errors import DataError
 from caldera.protocol import DataProto, tensors_of
-from caldera.single_controller import LocalWorkerGroup, ResourcePool
+from caldera.single_controller import LocalWorkerGroup, ResourcePool, WorkerGroup
 from caldera.workers.preference import DIRECT, REWARD_MODEL, pair_batch
 from caldera.workers.supervised import Objective, SupervisedWorker
 
@@ -27,7 +27,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}Z{% endif %}"
 )
-PAIRS = [
+PAIRS: list[dict[str, Any]] = [
     {"prompt": "AB", "chosen": "CDE", "rejected": "F", "margin": 0.5},
     {"prompt": "G", "chosen": "H", "rejected": "IJKL", "margin": 0.0},
     {"prompt": "MNOPQ", "chosen": "RS", "rejected": "TU", "margin": 1.0},
@@ -60,7 +60,8 @@ def load(model_folder: Callable[..., str], tmp_path: Path) -> Load:
             "trainer.seed=5",
             *overrides,
         ]
-        config = load_supervised_config(given, name, None, SCHEMAS[name])
+        schema: Any = SCHEMAS[name]
+        config = load_supervised_config(given, name, None, schema)
         resolve_supervised(config, gpus=0)
         return config
 
@@ -74,14 +75,14 @@ def rows_of(config: Any, objective: Objective) -> DataProto:
     return DataProto.from_single_dict(objective.collate([items[i] for i in range(len(items))], 0))
 
 
-def worker_of(config: Any, objective: Objective) -> tuple[LocalWorkerGroup, SupervisedWorker]:
+def worker_of(config: Any, objective: Objective) -> tuple[WorkerGroup, SupervisedWorker]:
     made = SupervisedWorker(config, objective, 10, "cpu")
     group = LocalWorkerGroup(ResourcePool((1,)), lambda: made)
     group.init_model()
     return group, made
 
 
-def trained(group: LocalWorkerGroup, batch: DataProto) -> dict[str, float]:
+def trained(group: WorkerGroup, batch: DataProto) -> dict[str, float]:
     return {k: v[0] for k, v in group.train_batch(batch).meta_info["metrics"].items()}
 
 
@@ -136,7 +137,7 @@ def test_a_reward_models_step(load: Load, cut: tuple[str, ...], margin: bool) ->
     group, worker = worker_of(config, REWARD_MODEL)
     model = AutoModelForSequenceClassification.from_pretrained(config.model.path, num_labels=1)
     with torch.no_grad():
-        model.score.weight.copy_(worker.engine.module.score.weight)
+        model.score.weight.copy_(worker.engine.module.get_submodule("score").weight)
     rows = rows_of(config, REWARD_MODEL)
     scores = torch.cat([model(ids[None]).logits[0] for ids, _ in told(rows)])  # (8,)
     apart = scores[::2] - scores[1::2]
@@ -178,7 +179,7 @@ def test_steps_of_dpo(load: Load, kind: str) -> None:
         assert_stepped(worker.engine.module, model)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= RATE * parameter.grad
+                parameter.sub_(RATE * parameter.grad)
         # Else the two drift apart by more than rounding.
         model.load_state_dict(worker.engine.module.state_dict())
     assert metrics["train/margin"] > 0.01
@@ -238,7 +239,7 @@ def test_items_that_are_no_pairs(item: dict[str, Any], message: str) -> None:
 
 
 def test_margins_are_in_all_items_or_in_none() -> None:
-    pair = {"chosen": ([1, 2], [1, 0]), "rejected": ([3, 4], [1, 0])}
+    pair: dict[str, Any] = {"chosen": ([1, 2], [1, 0]), "rejected": ([3, 4], [1, 0])}
     for items in ([pair, {**pair, "margin": 1.0}], [{**pair, "margin": 1.0}, pair]):
         with pytest.raises(DataError, match="some rows of the data set have a margin"):
             pair_batch(items, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -88,7 +89,7 @@ def test_a_phase_that_raises_ends_its_recording(tmp_path: Path) -> None:
     worker = Roles({"actor": config})
     worker.start_profile("step_1", MEMORY)
     with pytest.raises(TypeError):
-        worker.update_actor("no number")
+        worker.update_actor(cast(int, "no number"))
     worker.update_actor(1)
     worker.stop_profile()
     assert len(list(tmp_path.rglob("*.gz"))) == 1  # the second has the first one's name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def conversations(chats: list[Messages] = CHATS) -> list[Messages]:
 def test_the_tokens_are_those_of_the_models_own_template(
     settings: Load, folder: Path, answers: DataProto
 ) -> None:
-    own = AutoTokenizer.from_pretrained(folder)
+    own: Any = AutoTokenizer.from_pretrained(folder)
     found = RewardInputs(settings().reward_model).tokens(answers)
     texts = [own.decode(ids) for ids in found]
     assert texts[0] == (

@@ -65,7 +65,7 @@ def ask(address: str, path: str, body: Any = None) -> tuple[int, dict[str, Any]]
 def test_scores_of_texts_and_of_tokens(address: str, folder: Path) -> None:
     own = AutoTokenizer.from_pretrained(folder)
     (expected,) = plain_scores(folder, [CHAT])
-    text = own.apply_chat_template(CHAT, tokenize=False)
+    text: Any = own.apply_chat_template(CHAT, tokenize=False)
     tokens = own.encode(text, add_special_tokens=False)
     bare = text.removeprefix("<s>")  # the tokenizer puts it back
     for given, count in ((bare, 1), ([bare] * 2, 2), (tokens, 1), ([tokens] * 3, 3)):

@@ -79,7 +79,7 @@ def weights(group: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
-def plain_run(folder: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+def plain_run(folder: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """The same steps, written down with transformers and torch alone."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from caldera.agent_loop.output import COLUMN, TrajectoryFacts
 from caldera.config import AlgorithmConfig, PPOTrainerConfig
 from caldera.data import object_array
 from caldera.protocol import DataProto, tensors_of
-from caldera.reward import FAILED, OUTCOMES
+from caldera.reward import FAILED, OUTCOMES, RewardManager
 from caldera.trainer.ppo.advantage import compute_advantage
 from caldera.trainer.ppo.agents import agent_metrics, with_agent_columns
 from caldera.trainer.ppo.rewards import record_scores, score_responses
@@ -95,7 +95,7 @@ def test_a_reward_that_the_loop_gave_is_kept() -> None:
         }  # fmt: skip
         return result
 
-    scores, extras = score_responses(data, manager, config())
+    scores, extras = score_responses(data, cast(RewardManager, manager), config())
     assert seen[0].score == 0.25 and seen[1] is None, "a manager of samples need not score it"
     assert scores.sum(-1).tolist() == [0.25, 1.0]
     assert extras["reward_state"] == ["value", "value"]

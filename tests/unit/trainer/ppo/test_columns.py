@@ -206,7 +206,7 @@ def checked(case: Case, rows: list[dict[str, Any]]) -> None:
         file = case.folder / f"{name}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in of_file))
         sets.append(case.kind(str(file), case.tokenizer, case.config.data))
-    check_columns(case.config, case.manager, *sets, case.agents)
+    check_columns(case.config, case.manager, sets[0], sets[1], case.agents)
 
 
 @pytest.mark.parametrize("truth", TRUTHS)

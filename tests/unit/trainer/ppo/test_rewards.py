@@ -194,7 +194,10 @@ def recorded(
 
 
 def test_failures_are_masked_or_scored_0() -> None:
-    extras = {"acc": [1, None, None], "reward_state": ["value", "failed", "timed_out"]}
+    extras: dict[str, list[Any]] = {
+        "acc": [1, None, None],
+        "reward_state": ["value", "failed", "timed_out"],
+    }
     batch = recorded(dict(extras))
     assert tensors_of(batch)["has_reward"].tolist() == [True, False, False]
     assert OUTCOMES not in batch.non_tensor_batch
@@ -250,7 +253,9 @@ def test_a_sample_without_one_of_gdpos_rewards_has_failed() -> None:
 
 
 def test_gdpos_rewards_of_a_sample_that_is_scored_0() -> None:
-    extras = {"one": [1.0, None], "reward_state": ["value", "failed"], "reward_error": [None, "x"]}
+    extras: dict[str, list[Any]] = {
+        "one": [1.0, None], "reward_state": ["value", "failed"], "reward_error": [None, "x"]
+    }  # fmt: skip
     batch = recorded(extras, "zero", ["one"])
     assert tensors_of(batch)["has_reward"].all()
     assert batch.non_tensor_batch["one"].tolist() == [1.0, 0.0]
