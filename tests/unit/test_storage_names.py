@@ -125,7 +125,7 @@ def test_a_url_names_no_place_outside_the_cache(tmp_path: Path) -> None:
     assert not (tmp_path / "victim").exists()
 
 
-class Objects(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+class Objects(MemoryFileSystem):
     """A store of objects, whose keys are any text, such as S3's."""
 
     protocol = ("objects", "hdfslike")

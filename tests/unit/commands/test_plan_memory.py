@@ -11,8 +11,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from caldera.commands.plan_memory import Held, Pass, Sampler, inference, sampling, training
-from caldera.commands.planning import ModelShape
+from caldera.commands.plan_memory import (
+    Held,
+    ModelShape,
+    Pass,
+    Sampler,
+    inference,
+    sampling,
+    training,
+)
 from caldera.config import FSDPConfig, ModelConfig, OptimizerConfig
 from caldera.core_algos import LossScale
 from caldera.engine import ForwardPlan, LocalEngine, Outputs

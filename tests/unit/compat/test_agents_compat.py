@@ -98,5 +98,5 @@ def test_an_agent_loop() -> None:
             )
 
     assert "compat_agent" in importlib.import_module("caldera.agent_loop.base").AGENT_LOOPS
-    output = asyncio.run(Mine.run(None, {}))  # type: ignore[arg-type]
+    output = asyncio.run(Mine.run(None, {}))
     assert (output.response_ids, output.response_mask, output.num_turns) == ([2], [1], 2)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from caldera.config import known_keys
-from caldera.config.loader import SCHEMAS, SFTTrainerConfig
+from caldera.config import SFTTrainerConfig, known_keys
+from caldera.config.loader import SCHEMAS
 from caldera.config.offline import GenerationConfig
 from caldera.config.suggest import OF_TRAINING, aliases, did_you_mean
 from caldera.trainer.main_ppo import TRAIN

@@ -64,7 +64,7 @@ def test_without_rewards_it_walks_through_all_rows(make_config: MakeConfig) -> N
 
 def test_it_resumes_bit_for_bit(make_config: MakeConfig) -> None:
     def run(loader: StatefulLoader, steps: int) -> list[list[int]]:
-        seen = []
+        seen: list[list[int]] = []
         while len(seen) < steps:
             for batch in itertools.islice(loader, steps - len(seen)):
                 rows = drawn(batch)

@@ -121,7 +121,7 @@ def test_real_chat_templates(write_jsonl: Write, name: str, kwargs: dict[str, An
         ids, _ = item[column]
         whole, trained = text_of(tokenizer, item[column])
         assert trained == f"{answer}<|im_end|>"
-        conversation = tokenizer.apply_chat_template(
+        conversation: Any = tokenizer.apply_chat_template(
             [*prompt, assistant(answer)], tokenize=False, **kwargs
         )
         if name == "qwen3" and not kwargs:

@@ -36,8 +36,8 @@ def test_an_item_holds_the_row_and_its_tokens(
     )
     config = make_config(return_full_prompt=True)
     item = RLHFDataset(write_jsonl([source]), tokenizer, config)[0]
-    user, assistant = tokenizer.convert_tokens_to_ids(["<user>", "<assistant>"])
-    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+    ids: Any = tokenizer.convert_tokens_to_ids(["<user>", "<assistant>", "a", "b"])
+    user, assistant, a, b = ids
     assert item["input_ids"].tolist() == [0, 0, 0, 0, user, a, b, assistant]
     assert item["attention_mask"].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert item["position_ids"].tolist() == [0, 0, 0, 0, 0, 1, 2, 3]

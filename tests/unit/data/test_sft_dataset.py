@@ -92,7 +92,7 @@ class TestAnswers:
         batch = token_batch([row], pad_id=0)
         shown = batch["responses"][0][batch["response_mask"][0].bool()]
         assert "".join(tokenizer.convert_ids_to_tokens(row["input_ids"])) == text
-        assert "".join(tokenizer.convert_ids_to_tokens(shown)) == seen
+        assert "".join(tokenizer.convert_ids_to_tokens(shown.tolist())) == seen
 
     def test_a_cut_in_the_answer(
         self, write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast

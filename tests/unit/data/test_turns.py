@@ -51,12 +51,12 @@ def grow(tokenizer: Any, *turns: tuple[str, list[dict[str, Any]]]) -> tuple[list
 
 @pytest.mark.parametrize("name", ["qwen2.5", "smollm2", "qwen3"])
 @pytest.mark.parametrize("role", ["user", "tool"])
-def test_appended_turns_are_those_of_the_template(name, role):
+def test_appended_turns_are_those_of_the_template(name: str, role: str) -> None:
     tokenizer = real(name)
     new = [{"role": role, "content": "4"}]
     ids, mask = grow(tokenizer, ("Let me see.<|im_end|>", new), ("It is 4.<|im_end|>", []))
     # A short answer without thoughts is one that the templates of all three leave alone.
-    whole = tokenizer.apply_chat_template(
+    whole: Any = tokenizer.apply_chat_template(
         [
             {"role": "user", "content": "What is 2 + 2?"},
             {"role": "assistant", "content": "Let me see."},
@@ -72,7 +72,7 @@ def test_appended_turns_are_those_of_the_template(name, role):
     assert text_of(tokenizer, chosen) == "Let me see.<|im_end|>It is 4.<|im_end|>"
 
 
-def test_several_answers_of_tools_come_in_one_turn():
+def test_several_answers_of_tools_come_in_one_turn() -> None:
     tokenizer = real("qwen2.5")
     new = [{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}]
     added = TurnAppender(tokenizer).continuation(new, tokenizer.eos_token_id)
@@ -82,17 +82,18 @@ def test_several_answers_of_tools_come_in_one_turn():
     )
 
 
-def test_a_turn_that_the_model_did_not_end_is_ended():
+def test_a_turn_that_the_model_did_not_end_is_ended() -> None:
     tokenizer = real("qwen2.5")
     appender = TurnAppender(tokenizer)
     new = [{"role": "user", "content": "Go on."}]
     own_end = appender.continuation(new, tokenizer.eos_token_id)
     cut = appender.continuation(new, tokenizer.encode("x")[0])
-    other_end = appender.continuation(new, tokenizer.convert_tokens_to_ids("<|endoftext|>"))
+    other: Any = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    other_end = appender.continuation(new, other)
     assert cut == other_end == [tokenizer.eos_token_id, *own_end]
 
 
-def test_sampled_tokens_stay_as_they_were_sampled():
+def test_sampled_tokens_stay_as_they_were_sampled() -> None:
     # two ways to spell the same text: encoding again would join them
     tokenizer = real("qwen2.5")
     appender = TurnAppender(tokenizer)
@@ -106,7 +107,7 @@ def test_sampled_tokens_stay_as_they_were_sampled():
     assert grown[len(prompt) : len(prompt) + len(sampled)] == sampled
 
 
-def test_what_the_mark_might_meet_changes_nothing():
+def test_what_the_mark_might_meet_changes_nothing() -> None:
     tokenizer = real("qwen2.5")
     appender = TurnAppender(tokenizer)
     content = "caldera:what-the-model-said"
@@ -114,7 +115,7 @@ def test_what_the_mark_might_meet_changes_nothing():
     assert text_of(tokenizer, added).count(content) == 1
 
 
-def test_the_template_says_how_turns_are_appended():
+def test_the_template_says_how_turns_are_appended() -> None:
     assert TurnAppender(real("qwen2.5")).check() is Appending.EXACT
     assert TurnAppender(real("smollm2")).check() is Appending.EXACT
     # it drops the thoughts of earlier turns
@@ -130,20 +131,20 @@ def test_the_template_says_how_turns_are_appended():
         (SILENT, "'tool' appended: it leaves out what the message says"),
     ],
 )
-def test_templates_that_cannot_are_refused(template, why):
+def test_templates_that_cannot_are_refused(template: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         TurnAppender(tokenizer_with(template)).check()
 
 
-def test_a_template_without_tools_takes_turns_of_users():
+def test_a_template_without_tools_takes_turns_of_users() -> None:
     assert TurnAppender(tokenizer_with(NO_TOOLS)).check(["user"]) is Appending.EXACT
 
 
-def test_a_template_that_rewrites_earlier_turns_is_told():
+def test_a_template_that_rewrites_earlier_turns_is_told() -> None:
     assert TurnAppender(tokenizer_with(REWRITING)).check() is Appending.AS_SAMPLED
 
 
-def test_tools_are_in_the_prompt():
+def test_tools_are_in_the_prompt() -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     tokenizer = real("qwen2.5")
     text = text_of(

@@ -225,7 +225,8 @@ class BesideRows(RuleBasedStateMachine):
         keys = self.model.parts()
         wanted = [draw.draw(st.none() | subsets(part)) for part in keys]
         kept = [whole if part is None else part for part, whole in zip(wanted, keys, strict=True)]
-        self.adopt(self.data.select(*wanted, deepcopy=deepcopy), self.model.keep(*kept))
+        selected = self.data.select(wanted[0], wanted[1], wanted[2], deepcopy=deepcopy)
+        self.adopt(selected, self.model.keep(*kept))
 
     @rule(draw=st.data())
     def pop(self, draw: Any) -> None:
@@ -261,7 +262,7 @@ class BesideRows(RuleBasedStateMachine):
         model = self.model
         if model.tensors is not None:
             name = next(f"new{n}" for n in range(99) if f"new{n}" not in model.tensors)
-            kinds = {name: (torch.float32, (2,))}
+            kinds: Kinds = {name: (torch.float32, (2,))}
             added, more = build(self.count, kinds, {}, {f"k_{name}": 1}, seed)
             other.union(added)
             model = Rows(

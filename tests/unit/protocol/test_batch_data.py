@@ -31,7 +31,8 @@ def tensor_dict() -> TensorDict:
     batch = TensorDict({"x": torch.arange(4)}, [4])
     batch.set("ragged", torch.nested.as_nested_tensor(rows, layout=torch.jagged))
     batch.set("name", NonTensorStack(*map(NonTensorData, ["a", "a", None, "d"])))
-    batch.set("temperature", NonTensorData(0.5))
+    number: Any = NonTensorData(0.5)
+    batch.set("temperature", number)
     return batch
 
 
@@ -62,7 +63,8 @@ def test_tensordict(tensor_dict: TensorDict) -> None:
 def test_tensordicts_follow_the_rules_of_dataproto(tensor_dict: TensorDict) -> None:
     with pytest.raises(ProtocolError, match="4 rows do not make 3 equal chunks"):
         BatchData(tensor_dict).chunk(3)
-    tensor_dict.set("_verl_auto_padding", NonTensorData(True))
+    flag: Any = NonTensorData(True)
+    tensor_dict.set("_verl_auto_padding", flag)
     assert [len(part) for part in BatchData(tensor_dict).chunk(3)] == [2, 1, 1]
     answers = [TensorDict({"metrics": NonTensorData({"loss": n})}, [0]) for n in (1.0, 2.0)]
     assert BatchData.concat(answers)["metrics"] == {"loss": [1.0, 2.0]}

@@ -17,7 +17,8 @@ from caldera.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataprot
 
 def storages(data: DataProto) -> dict[str, int]:
     assert data.batch is not None
-    return {key: tensor.untyped_storage().data_ptr() for key, tensor in data.batch.items()}
+    tensors: Any = data.batch
+    return {key: tensor.untyped_storage().data_ptr() for key, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize(

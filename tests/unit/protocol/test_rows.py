@@ -234,9 +234,8 @@ def shuffled(data: DataProto, seed: int | None) -> list[str]:
 def test_shuffled_iterator_has_the_order_of_a_torch_loader(data: DataProto) -> None:
     data = data.repeat(8)
     generator = torch.Generator().manual_seed(5)
-    loader = torch.utils.data.DataLoader(
-        list("aaaaaaaabbbbbbbbccccccccdddddddd"), 2, shuffle=True, generator=generator
-    )
+    letters: Any = list("aaaaaaaabbbbbbbbccccccccdddddddd")
+    loader: Any = torch.utils.data.DataLoader(letters, 2, shuffle=True, generator=generator)
     assert shuffled(data, 5) == ["".join(pair) for _ in range(3) for pair in loader]
 
 
