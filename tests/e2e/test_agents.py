@@ -156,7 +156,7 @@ def overrides(task: Path, run_dir: Path) -> list[str]:
     ]
 
 
-def check_masks(batch: DataProto, tokenizer: PreTrainedTokenizerFast) -> None:
+def check_masks(batch: DataProto, tokenizer: Any) -> None:
     """What the policy was told is exactly what no loss, advantage or log-prob belongs to."""
     tensors = tensors_of(batch)
     width = tensors["prompts"].shape[-1]
@@ -184,12 +184,12 @@ def test_a_model_learns_to_call_the_calculator(task: Path, tmp_path: Path) -> No
     rates, rewards = [], []
     update = trainer.update
 
-    def watched(batch: DataProto, *rest: Any) -> None:
+    def watched(batch: DataProto, *rest: Any, **named: Any) -> None:
         check_masks(batch, trainer.tokenizer)
         calls = [fact.tool_calls.get("calculator/ok", 0) for fact in batch.non_tensor_batch[COLUMN]]
         rates.append(sum(calls) / len(calls))
         rewards.append(float(tensors_of(batch)["token_level_scores"].sum(-1).mean()))
-        update(batch, *rest)
+        update(batch, *rest, **named)
 
     trainer.update = watched  # type: ignore[method-assign]
     try:

@@ -186,7 +186,7 @@ def overrides(task: Path, url: str, run_dir: Path) -> list[str]:
     ]
 
 
-def check_masks(batch: DataProto, tokenizer: PreTrainedTokenizerFast) -> None:
+def check_masks(batch: DataProto, tokenizer: Any) -> None:
     """What a search brought is exactly what no loss, advantage or log-prob belongs to."""
     tensors = tensors_of(batch)
     width = tensors["prompts"].shape[-1]
@@ -215,9 +215,9 @@ def test_a_model_learns_to_search_before_it_answers(task: Path, url: str, tmp_pa
     trainer = TaskRunner(make_groups_for(config)).build(config)
     update = trainer.update
 
-    def watched(batch: DataProto, *rest: Any) -> None:
+    def watched(batch: DataProto, *rest: Any, **named: Any) -> None:
         check_masks(batch, trainer.tokenizer)
-        update(batch, *rest)
+        update(batch, *rest, **named)
 
     trainer.update = watched  # type: ignore[method-assign]
     try:

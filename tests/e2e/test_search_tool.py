@@ -168,7 +168,7 @@ def overrides(task: Path, tools: Path, run_dir: Path) -> list[str]:
     ]
 
 
-def check_masks(batch: DataProto, tokenizer: PreTrainedTokenizerFast) -> int:
+def check_masks(batch: DataProto, tokenizer: Any) -> int:
     """What the service found, in the tool's form, is exactly what nothing is learned from. Returns
     how many searches found somebody."""
     tensors = tensors_of(batch)
@@ -204,9 +204,9 @@ def test_a_run_searches_by_the_tool(task: Path, tools: Path, tmp_path: Path) -> 
     searches: list[int] = []
     update = trainer.update
 
-    def watched(batch: DataProto, *rest: Any) -> None:
+    def watched(batch: DataProto, *rest: Any, **named: Any) -> None:
         searches.append(check_masks(batch, trainer.tokenizer))
-        update(batch, *rest)
+        update(batch, *rest, **named)
 
     trainer.update = watched  # type: ignore[method-assign]
     try:

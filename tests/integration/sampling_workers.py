@@ -39,15 +39,16 @@ class Sampling(Worker):
             with rollout.leading():
                 rollout.generate([Request([1, 2, 3], params, seed) for seed in range(4)])
             return
-        runs, run = [], rollout._runner.run
+        runs: list[None] = []
+        run = rollout._runner.run
 
-        def meet(*given: Any) -> Any:
+        def meet(*given: Any, **named: Any) -> Any:
             runs.append(None)
             if len(runs) == 3:
                 if fate == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise ValueError("no third step")
-            return run(*given)
+            return run(*given, **named)
 
         rollout._runner.run = meet  # type: ignore[method-assign]
         rollout.follow()

@@ -131,8 +131,10 @@ def make_worker(model: str, kind: str, *overrides: str) -> Actor | CriticWorker:
 
 
 def update(worker: Actor | CriticWorker, batch: DataProto) -> dict[str, float]:
-    is_critic = isinstance(worker, CriticWorker)
-    output = worker.update_critic(batch) if is_critic else worker.update_actor(batch)
+    if isinstance(worker, CriticWorker):
+        output = worker.update_critic(batch)
+    else:
+        output = worker.update_actor(batch)
     metrics: dict[str, float] = output.meta_info["metrics"]
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 

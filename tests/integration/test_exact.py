@@ -28,6 +28,7 @@ from caldera.demo import smollm2
 from caldera.engine import EngineOptions, ForwardPlan, LocalEngine
 from caldera.errors import UnsupportedError
 from caldera.models.attention import ATTENTION
+from caldera.models.head import HeadOutput
 from caldera.protocol import DataProto
 from caldera.rollout import HFRollout, NativeRollout, Request, SamplingParams
 from caldera.rollout.base import Completion
@@ -57,7 +58,7 @@ FAMILIES: dict[str, Callable[[], tuple[type[PreTrainedModel], Any]]] = {
     "qwen3": lambda: (Qwen3ForCausalLM, Qwen3Config(**SIZES, tie_word_embeddings=True)),
     "gemma3": lambda: (Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, **WINDOWED)),
 }
-LOG_PROBS = ("log_probs",)
+LOG_PROBS: tuple[HeadOutput, ...] = ("log_probs",)
 
 
 def build(family: str) -> PreTrainedModel:

@@ -91,7 +91,9 @@ def test_tools_of_a_server_are_called(tmp_path: Path, transport: str, address: s
         assert shown["description"] == "Adds two numbers."
         assert shown["parameters"]["required"] == ["a"]
         assert shown["parameters"]["properties"]["b"]["type"] == "integer"
-        calls = [("add", {"a": 20, "b": 22}), ("add", {"a": 1}), ("wait", {"seconds": 0.01})]
+        calls: list[tuple[str, dict[str, Any]]] = [
+            ("add", {"a": 20, "b": 22}), ("add", {"a": 1}), ("wait", {"seconds": 0.01})
+        ]  # fmt: skip
         for _ in range(2):  # event loops come and go, the connection stays
             assert [outcome.text for outcome in run(runner, *calls)] == ["42", "2", "waited"]
         failed, malformed = run(runner, ("fail", {}), ("add", {"b": 1}))
@@ -168,7 +170,8 @@ def test_those_who_find_a_dead_server_at_once_start_one(tmp_path: Path) -> None:
     path = written(tmp_path, server, ["add", "die"], attempts=2)
     runner = ToolRunner(load_tools(path), max_parallel_calls=65)
     try:
-        calls = [("die", {})] + [("add", {"a": n}) for n in range(64)]
+        calls: list[tuple[str, dict[str, Any]]] = [("die", {})]
+        calls += [("add", {"a": n}) for n in range(64)]
         outcomes = run(runner, *calls)
         assert outcomes[0].status == "error"
         assert {outcome.status for outcome in outcomes[1:]} <= {"ok", "error"}

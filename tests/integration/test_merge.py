@@ -59,7 +59,7 @@ def build(
     kind: str = "llama", critic: bool = False, lora: bool = False, judge: bool = False, **sizes: Any
 ) -> Any:
     config = AutoConfig.for_model(kind, **{**SIZES, **sizes})
-    factory = AutoModelForTokenClassification if critic else AutoModelForCausalLM
+    factory: Any = AutoModelForTokenClassification if critic else AutoModelForCausalLM
     if judge:
         factory = AutoModelForSequenceClassification
     if critic or judge:
@@ -90,7 +90,7 @@ def describe(module: Any, folder: Path) -> None:
     base_module(module).config.save_pretrained(descriptions)
     (descriptions / "tokenizer.json").write_text("{}")
     if isinstance(module, peft.PeftModel):
-        module.save_pretrained(folder / "lora_adapter", save_embedding_layers=False)
+        module.save_pretrained(str(folder / "lora_adapter"), save_embedding_layers=False)
 
 
 def checkpoint(module: Any, folder: Path, style: str = "dist") -> Path:
@@ -218,7 +218,7 @@ def test_a_reward_model(tmp_path: Path, lora: bool, dtype: torch.dtype, near: fl
     torch.testing.assert_close(logits(loaded), logits(module.float()), rtol=0, atol=near)
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
-    built = build_reward_model(ModelConfig(path=str(out)), torch.float32, "reward_model.model")
+    built: Any = build_reward_model(ModelConfig(path=str(out)), torch.float32, "reward_model.model")
     assert torch.equal(built.module.score.weight, loaded.score.weight)
 
 

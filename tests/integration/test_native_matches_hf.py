@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def model(folder: Path) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def requests(tokenizer: PreTrainedTokenizerBase) -> list[Request]:
     params = SamplingParams(32, temperature=0.0, stop_token_ids=frozenset({tokenizer.eos_token_id}))
-    prompts = [
+    prompts: list[Any] = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
         )

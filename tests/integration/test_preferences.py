@@ -61,7 +61,7 @@ def make_rows() -> DataProto:
 def train(lab: Lab, name: str, ranks: int, *more: str) -> tuple[list[dict[str, Any]], Any]:
     """Metrics of each step, and what the model says of every row afterwards."""
     config_name, objective = OBJECTIVES[name]
-    config = load_supervised_config(
+    config: Any = load_supervised_config(
         [
             "data.train_files=unused",
             f"data.train_batch_size={PAIRS}",
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_two_ranks_is_a_reward_model(lab: Lab, tmp_path: Path) -
     from caldera.commands.merging import MergeOptions, merge
 
     config_name, objective = OBJECTIVES["rm"]
-    config = load_supervised_config(
+    config: Any = load_supervised_config(
         [
             "data.train_files=unused", "data.train_batch_size=6", "data.max_length=16",
             f"model.partial_pretrain={lab.model}", "trainer.n_gpus_per_node=2",

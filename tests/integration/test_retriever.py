@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -111,8 +112,8 @@ def test_a_service_answers_in_the_format_of_search_r1(index: Path) -> None:
             assert refused.status_code == 422
             assert said in refused.json()["detail"]
         assert client.post(url.replace("/retrieve", "/search"), json={}).status_code == 404
-        for body in (b"no JSON", b"[" * 100_000):
-            assert client.post(url, content=body).status_code == 422
+        for content in (b"no JSON", b"[" * 100_000):
+            assert client.post(url, content=content).status_code == 422
 
 
 def ask(url: str, queries: list[str], topk: int) -> tuple[int, str]:
@@ -180,8 +181,9 @@ def test_a_client_that_goes_away_is_not_reported(
 ) -> None:
     with RetrieverServer(Index(index), "127.0.0.1", 0) as server:
         threading.Thread(target=server.serve_forever).start()
+        address: Any = server.server_address
         try:
-            with socket.create_connection(server.server_address) as gone:
+            with socket.create_connection(address) as gone:
                 reset = struct.pack("ii", 1, 0)  # closing sends a reset
                 gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
                 gone.sendall(b"POST /retrieve HTTP/1.1\r\nContent-Length: 99\r\n\r\n{")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def answered(folder: Path) -> tuple[DataProto, list[list[dict[str, str]]]]:
         },
         {"raw_prompt": chats},
     )
-    said = [actors.decode(row, skip_special_tokens=True) for row in rows]
+    said: list[Any] = [actors.decode(row, skip_special_tokens=True) for row in rows]
     talks = [
         [*chat, {"role": "assistant", "content": text}]
         for chat, text in zip(chats, said, strict=True)

@@ -192,11 +192,12 @@ def test_a_response_is_scored_while_another_is_sampled(
 ) -> None:
     """The sampler stops after the first answer until somebody has scored one."""
     from caldera.reward import default
+    from caldera.reward_score import default_compute_score
     from caldera.rollout import NativeRollout
 
     scored = threading.Event()
     seen: list[bool] = []
-    generate, score = NativeRollout.generate, default.default_compute_score
+    generate, score = NativeRollout.generate, default_compute_score
 
     def stops(self: Any, requests: Any, on_finished: Any = None) -> Any:
         def tell(place: int, completion: Any) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -166,7 +167,7 @@ def test_sleeping_programs_do_not_take_the_time_of_the_right_one(
 
 
 def test_what_nobody_waits_for_any_more_is_dropped_and_killed(served: SandboxServer) -> None:
-    address = served.server_address[:2]
+    address: Any = served.server_address[:2]
     connections = [socket.create_connection(address) for _ in range(12)]
     for connection in connections:
         connection.sendall(request_of(SLEEPER, 60.0))
@@ -186,8 +187,9 @@ def test_an_old_client_gets_its_answer_in_one_piece(
     served: SandboxServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "SECONDS_BETWEEN_SIGNS", 0.0)
+    address: Any = served.server_address[:2]
     for version, is_chunked in ((b"HTTP/1.0", False), (b"HTTP/1.1", True)):
-        with socket.create_connection(served.server_address[:2]) as connection:
+        with socket.create_connection(address) as connection:
             request = request_of("print(6 * 7)", 30.0).replace(b"HTTP/1.1", version)
             connection.sendall(request.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
             with connection.makefile("rb") as reply:

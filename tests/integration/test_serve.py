@@ -323,9 +323,9 @@ def test_a_real_model_in_a_session() -> None:
     assert account.lost == 0
     assert trajectory.turns == 2
     assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
-    tokenizer = server._model.tokenizer
-    said = tokenizer.decode(first.response_ids, skip_special_tokens=True)
-    assert tokenizer.encode(said) != first.response_ids
+    tokenizer: Any = server._model.tokenizer
+    text = tokenizer.decode(first.response_ids, skip_special_tokens=True)
+    assert tokenizer.encode(text) != first.response_ids
     between = second.prompt_ids[len(first.prompt_ids) + len(first.response_ids) :]
     assert tokenizer.decode(between).removeprefix("<|im_end|>") == (
         "\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"

@@ -76,7 +76,7 @@ MORE: dict[str, list[str]] = {  # what a layout is told besides, and rank 0 alon
     "checkpointing": ["actor_rollout_ref.model.enable_activation_offload=True"],
 }
 Worker = ActorRolloutRefWorker | CriticWorker
-Result = dict[str, Any]
+Result = dict[Any, Any]
 
 
 def make_batch() -> DataProto:
@@ -166,9 +166,11 @@ def evaluate(worker: Worker) -> Tensor:
 
 
 def update(worker: Worker) -> dict[str, float]:
-    is_critic = isinstance(worker, CriticWorker)
     rows = own_rows(worker)
-    output = worker.update_critic(rows) if is_critic else worker.update_actor(rows)
+    if isinstance(worker, CriticWorker):
+        output = worker.update_critic(rows)
+    else:
+        output = worker.update_actor(rows)
     metrics: dict[str, float] = output.meta_info["metrics"]
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
