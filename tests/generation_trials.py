@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx2
 import pyarrow
@@ -107,7 +107,7 @@ class GenerationTrials:
     name: str
     server_arguments: Sequence[str]
     """Behind the engine's Python; {model} and {port} are filled in."""
-    server_environment: Mapping[str, str]
+    server_environment: ClassVar[Mapping[str, str]]
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -178,7 +178,7 @@ class GenerationTrials:
 
     def test_what_a_server_tells_of_tokens(self, server: OwnServer, folder: Path) -> None:
         """Greedy, it says what the native sampler says, whatever ends it."""
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": "What is the capital of France?"}],
             add_generation_prompt=True, return_dict=False,

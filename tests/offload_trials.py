@@ -162,7 +162,8 @@ def moves_are_real() -> Iterator[None]:
 
     def copy_parts(self: Fsdp2Layout, device: torch.device) -> None:
         move(self, device)
-        before = [p.to_local() for p in self.packed.parameters()]
+        parts: Any = self.packed.parameters()  # DTensors
+        before = [part.to_local() for part in parts]
         self.packed._apply(torch.clone)
         for tensor in before:
             tensor.data.fill_(torch.nan)

@@ -60,8 +60,9 @@ def _save(folder: Path, kind: Any) -> Path:
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-        initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=2, num_labels=1,
+        initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
+    config.num_labels = 1
     with torch.random.fork_rng():
         torch.manual_seed(11)
         kind.from_config(config).save_pretrained(folder)

@@ -169,7 +169,7 @@ def _load_a_config() -> None:
 
 def _keep_fork_server() -> None:
     """It runs as long as the warm server does. Only its parent could ask the system whether."""
-    forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None
+    vars(forkserver._forkserver)["ensure_running"] = forkserver.ensure_running = lambda: None
 
 
 if __name__ == "__main__":

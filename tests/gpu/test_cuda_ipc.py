@@ -93,7 +93,7 @@ def process(tmp_path: Path, file: Path) -> Iterator[EngineProcess]:
 def weights(process: EngineProcess) -> Iterator[EngineWeights]:
     bucket = CheckpointEngineConfig(update_weights_bucket_megabytes=BUCKET >> 20)
     config = RolloutConfig(prompt_length=8, response_length=8, checkpoint_engine=bucket)
-    made = _weights(config, torch.bfloat16, CUDA, [process], None)
+    made = _weights(config, torch.bfloat16, CUDA, [process], None, None)
     yield made
     made.close()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from caldera.models import head
-from caldera.models.head import full_kl, head_outputs
+from caldera.models.head import HeadOutput, full_kl, head_outputs
 
 pytestmark = pytest.mark.gpu
 
@@ -49,17 +50,17 @@ def plainly(
     }
 
 
-def loss_of(found: dict[str, Tensor]) -> Tensor:
+def loss_of(found: Mapping[Any, Tensor]) -> Tensor:
     log_probs = found["log_probs"]
     upstream = torch.linspace(-1, 2, len(log_probs), dtype=log_probs.dtype, device=CUDA)
     return (upstream * log_probs).sum() + 0.3 * (upstream.flip(0) * found["entropy"]).sum()
 
 
-def everything(compute: Callable[[], dict[str, Tensor]], *leaves: Tensor) -> dict[str, Tensor]:
+def everything(compute: Callable[[], Mapping[Any, Tensor]], *leaves: Tensor) -> dict[str, Tensor]:
     """What `compute` finds, and the gradients of hidden states and head."""
     found = compute()
     grads = torch.autograd.grad(loss_of(found), leaves)
-    return found | dict(zip(("hidden", "weight"), grads, strict=False))
+    return {**found, **dict(zip(("hidden", "weight"), grads, strict=False))}
 
 
 def error(found: Tensor, exact: Tensor) -> float:
@@ -79,7 +80,7 @@ def test_values_and_gradients(
     )
     plain = everything(lambda: plainly(hidden, weight, labels, temperature), hidden, weight)
     wide = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
-    exact = everything(lambda: plainly(*wide, labels, temperature), *wide)
+    exact = everything(lambda: plainly(wide[0], wide[1], labels, temperature), *wide)
     for name, value in exact.items():
         assert ours[name].dtype == plain[name].dtype, name
         # No worse than the plain form, to which half precision does the same.
@@ -88,7 +89,7 @@ def test_values_and_gradients(
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("name", NAMES[:2])
-def test_one_of_the_outputs(name: str) -> None:
+def test_one_of_the_outputs(name: HeadOutput) -> None:
     hidden, weight, labels = inputs(300, 65, 4097, torch.float32)
     found = head_outputs(hidden, weight, labels, 0.7, [name])
     assert list(found) == [name]
@@ -132,7 +133,7 @@ def peak(compute: Callable[[], object]) -> int:
 def test_memory() -> None:
     hidden, weight, labels = inputs(8192, 128, QWEN, torch.bfloat16)
 
-    def step(compute: Callable[..., dict[str, Tensor]], *names: object) -> None:
+    def step(compute: Callable[..., Mapping[Any, Tensor]], *names: object) -> None:
         torch.autograd.grad(loss_of(compute(hidden, weight, labels, 1.0, *names)), [hidden, weight])
 
     ours, full = peak(lambda: step(head_outputs, NAMES)), peak(lambda: step(plainly))
@@ -161,7 +162,7 @@ def test_the_gradient_of_a_float32_head_is_not_rounded() -> None:
     half = hidden.detach().bfloat16().requires_grad_()
     ours = everything(lambda: head_outputs(half, weight, labels, 1.0, NAMES), half, weight)
     wide = [leaf.detach().bfloat16().double().requires_grad_() for leaf in (hidden, weight)]
-    exact = everything(lambda: plainly(*wide, labels, 1.0), *wide)["weight"]
+    exact = everything(lambda: plainly(wide[0], wide[1], labels, 1.0), *wide)["weight"]
     assert ours["weight"].dtype == torch.float32
     assert not torch.equal(ours["weight"], ours["weight"].bfloat16().float())
     assert error(ours["weight"], exact) < 0.01
@@ -202,7 +203,7 @@ def test_inputs_with_gaps() -> None:
 def test_autocast_no_grad_and_checkpoints_change_nothing() -> None:
     hidden, weight, labels = inputs(256, 64, 4097, torch.float32)
 
-    def run() -> dict[str, Tensor]:
+    def run() -> Mapping[Any, Tensor]:
         return head_outputs(hidden, weight, labels, 0.7, NAMES)
 
     expected = everything(run, hidden, weight)

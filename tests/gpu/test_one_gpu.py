@@ -13,7 +13,7 @@ from caldera.config import RolloutConfig
 from caldera.demo.run import run_demo
 from caldera.models.attention import ATTENTION, PackedSequences
 from caldera.models.forward import hidden_states
-from caldera.models.head import full_kl, head_outputs
+from caldera.models.head import HeadOutput, full_kl, head_outputs
 from caldera.rollout.base import Request, SamplingParams
 from caldera.rollout.native.engine import NativeRollout
 
@@ -87,7 +87,7 @@ def test_the_head_in_half_precision_agrees_with_the_dense_form() -> None:
     )
     weight = (torch.randn(1000, 64, device=CUDA, generator=generator) / 8).bfloat16()
     labels = torch.randint(0, 1000, (50,), device=CUDA, generator=generator)
-    names = ("log_probs", "entropy", "sum_pi_squared")
+    names: tuple[HeadOutput, ...] = ("log_probs", "entropy", "sum_pi_squared")
     outputs = head_outputs(hidden, weight, labels, 1.0, names)
     log_p = torch.log_softmax((hidden @ weight.t()).float(), -1)
     log_q = torch.log_softmax((other @ weight.t()).float(), -1)

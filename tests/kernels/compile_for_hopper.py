@@ -21,6 +21,7 @@ from caldera.rollout.native.cuda import (
     step_kernels,
     tile_config,
 )
+from caldera.rollout.native.sampler import TILE
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 232448
@@ -141,7 +142,7 @@ def compile_the_rest() -> None:
     compile_kernel(attention_kernels._combine_kernel, constants, {"weight": "*fp32"}, num_warps=1)
     for raw, with_mailbox in ((False, True), (True, True), (True, False)):
         constants = {
-            "TILE": step_kernels.TILE, "RAW": raw, "MESSAGES": graphs.MESSAGES,
+            "TILE": TILE, "RAW": raw, "MESSAGES": graphs.MESSAGES,
             "PDL": with_mailbox,
         }  # fmt: skip
         constants |= {} if with_mailbox else {"next_message": None}

@@ -107,7 +107,7 @@ def prefill(
     rows, counts = np.arange(len(lengths)), np.array(lengths)
     step = Prefill(
         rows=rows, token_ids=tokens[0].numpy(), slots=np.array(slots), run=rows, counts=counts,
-        ends=counts, tables=tables.numpy(), leaders=rows, page_copies=np.empty((0, 2)),
+        ends=counts, tables=tables.numpy(), leaders=rows, page_copies=np.empty((0, 2), int),
         tables_of_rows=tables.numpy(),
     )  # fmt: skip
     positions = torch.from_numpy(step.positions)[None]

@@ -17,7 +17,7 @@ from caldera.config import FSDPConfig
 from caldera.config.megatron import MegatronConfig, TransformerOverrides
 from caldera.engine import ENGINES, Engine, EngineOptions
 from caldera.errors import ConfigError
-from caldera.models.head import head_outputs
+from caldera.models.head import HeadOutput, head_outputs
 from tests.megatron.trials import (
     HOST,
     LOSSES,
@@ -32,8 +32,8 @@ from tests.megatron.trials import (
     trial,
 )
 
-PAIR = {"tensor_model_parallel_size": 2}
-CLASSIC = {"by_tokens": False, "micro_batch_size": 3, "classic": True}
+PAIR: dict[str, Any] = {"tensor_model_parallel_size": 2}
+CLASSIC: dict[str, Any] = {"by_tokens": False, "micro_batch_size": 3, "classic": True}
 Expected = dict[str, Any]
 
 
@@ -107,7 +107,7 @@ def a_head_that_is_cut(_: Expected) -> list[str]:
     hidden = torch.randn(6, 8, generator=generator, dtype=torch.float64).requires_grad_()
     weight = torch.randn(13, 8, generator=generator, dtype=torch.float64).requires_grad_()
     labels = torch.tensor([0, 12, 6, 7, 3, 9])
-    names = ("log_probs", "entropy", "sum_pi_squared")
+    names: tuple[HeadOutput, ...] = ("log_probs", "entropy", "sum_pi_squared")
     whole = head_outputs(hidden, weight, labels, 0.6, names)
     slopes = torch.randn(2, 6, generator=generator, dtype=torch.float64)
 
@@ -118,9 +118,9 @@ def a_head_that_is_cut(_: Expected) -> list[str]:
     rank = dist.get_rank()
     rows = weight.detach()[7 * rank : 7 * rank + 7]
     padded = torch.cat([rows, torch.full((7 - len(rows), 8), 9.0)]).double().requires_grad_()
-    part = VocabularyPart(7 * rank, len(rows), cast(dist.ProcessGroup, dist.group.WORLD))
+    part = VocabularyPart(7 * rank, len(rows), dist.group.WORLD)
     found = cut_head_outputs(hidden, padded, labels, 0.6, names, part)
-    wrong = [name for name in names if not torch.allclose(found[name], whole[name])]
+    wrong: list[str] = [name for name in names if not torch.allclose(found[name], whole[name])]
     of_hidden, of_weight = gradients(whole, hidden, weight)
     part_of_hidden, of_rows = gradients(found, hidden, padded)
     dist.all_reduce(part_of_hidden)

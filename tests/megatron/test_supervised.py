@@ -58,7 +58,7 @@ def rows_of(lessons: Lessons, folder: Path) -> Rows:
     return [{name: row[name] for name in NAMES if name in row} for row in rows]
 
 
-def near(rows: Rows) -> Rows:
+def near(rows: Rows) -> list[Any]:
     return [pytest.approx(row, rel=1e-5, abs=1e-5) for row in rows]
 
 

@@ -188,7 +188,8 @@ def test_every_kind_of_value_comes_back_the_same(group: RayWorkerGroup) -> None:
     for answer in group.echo(sent):
         assert answer.meta_info == {"step": 3}
         assert answer.non_tensor_batch["label"].tolist() == ["row 0", "row 1"]
-        for key, tensor in sent.batch.items():
+        tensors: Any = sent.batch
+        for key, tensor in tensors.items():
             assert answer.batch[key].dtype == tensor.dtype
             assert torch.equal(answer.batch[key], tensor)
 
@@ -210,9 +211,14 @@ def test_only_what_is_needed_is_sent(group: RayWorkerGroup) -> None:
 def test_a_value_is_stored_once_for_all_ranks(
     group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored = []
+    stored: list[Any] = []
     put = ray.put
-    monkeypatch.setattr(ray, "put", lambda value: stored.append(value) or put(value))
+
+    def store(value: Any) -> Any:
+        stored.append(value)
+        return put(value)
+
+    monkeypatch.setattr(ray, "put", store)
     group.keys(rows(2))
     assert len(stored) == 1
     group.scale_together(rows(2))
@@ -244,7 +250,7 @@ def test_what_cannot_be_sent_leaves_the_group_usable(group: RayWorkerGroup) -> N
     assert group.who() == 0 and group.is_alive(1)
 
 
-def test_roles_share_actors(colocated: RayWorkerGroup) -> None:
+def test_roles_share_actors(colocated: Any) -> None:
     groups = colocated.spawn({"actor", "critic"})
     assert groups["actor"].scale(rows(2)).batch["y"].tolist() == [0, 2]
     assert groups["critic"].scale(rows(2)).batch["y"].tolist() == [0, 3]

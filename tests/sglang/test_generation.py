@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import pytest
@@ -20,6 +21,6 @@ class TestGeneration(GenerationTrials):
         "--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup",
         "--mem-fraction-static=0.8", "--max-total-tokens=8192",
     )  # fmt: skip
-    server_environment: ClassVar = {"SGLANG_USE_CPU_ENGINE": "1"}
+    server_environment: ClassVar[Mapping[str, str]] = {"SGLANG_USE_CPU_ENGINE": "1"}
     # The same code as vLLM's, which tests it; here it would start the engine three times.
-    test_a_killed_run_goes_on = None  # type: ignore[assignment]
+    test_a_killed_run_goes_on = None

@@ -12,4 +12,4 @@ pytestmark = pytest.mark.slow
 class TestServing(ServingTrials):
     name = "sglang"
     # vLLM's tests have it, and test_sglang.py an engine that is killed without a server before it.
-    test_a_killed_engine_loses_no_stream = None  # type: ignore[assignment]
+    test_a_killed_engine_loses_no_stream = None

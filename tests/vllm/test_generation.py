@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import pytest
@@ -18,7 +19,7 @@ class TestGeneration(GenerationTrials):
         "--host=127.0.0.1", "--dtype=float32", "--max-model-len=256", "--max-num-seqs=16",
         "--enforce-eager", "--block-size=32",
     )  # fmt: skip
-    server_environment: ClassVar = {
+    server_environment: ClassVar[Mapping[str, str]] = {
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
     }  # fmt: skip
