@@ -93,7 +93,7 @@ class StepTrace:
         sys.setprofile(resume)
 
 
-def _methods(kind: type) -> Iterator[CodeType]:
+def _methods(kind: type[Any]) -> Iterator[CodeType]:
     """The code of all methods of a class and its subclasses."""
     for value in vars(kind).values():
         function = getattr(value, "fget", None) or getattr(value, "__wrapped__", value)
