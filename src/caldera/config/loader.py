@@ -322,7 +322,9 @@ def _explained(error: OmegaConfBaseException, schema: type, values: Tree) -> Con
     """What OmegaConf says, as one sentence that names the key, the value and what it takes."""
     cause: BaseException = error
     link: BaseException | None = error
-    while link is not None:  # the innermost one knows the key
+    seen: list[BaseException] = []  # under a debugger, OmegaConf makes an error its own cause
+    while link is not None and link not in seen:  # the innermost one knows the key
+        seen.append(link)
         cause = link if getattr(link, "full_key", None) else cause
         link = link.__cause__ or link.__context__
     key = str(getattr(cause, "full_key", None) or "").partition("[")[0]
