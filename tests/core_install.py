@@ -20,7 +20,8 @@ from packaging.utils import canonicalize_name
 
 def core_distributions() -> set[str]:
     """Caldera and all that it requires without extras."""
-    found, left = set(), ["caldera"]
+    found: set[str] = set()
+    left = ["caldera"]
     while left:
         name = canonicalize_name(left.pop())
         if name in found:

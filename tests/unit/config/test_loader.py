@@ -153,7 +153,9 @@ def test_a_wrong_type_names_key_and_value(
 
 
 @pytest.mark.timeout(20)
-def test_a_wrong_type_is_named_under_a_debugger(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_type_is_named_under_a_debugger(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OC_CAUSE", "1")  # OmegaConf links errors as it does where it is traced
     with pytest.raises(ConfigError, match=r"^critic\.optim\.betas=.*: takes a list of numbers"):
         load("critic.optim.betas=[a,b]")
