@@ -97,7 +97,7 @@ def traced(error: BaseException) -> str:
         is_short = len(str(error)) <= LONGEST_TRACED
         return "".join(traceback.format_exception(error)).rstrip() if is_short else in_words(error)
 
-    return apart(text, lambda _: in_words(error))
+    return writable(apart(text, lambda _: in_words(error)))
 
 
 def in_words(error: BaseException) -> str:

@@ -153,6 +153,7 @@ def test_a_sample_fails_and_the_others_are_scored(
     problem: str,
     is_async: bool,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(samples, "_traceback_is_shown", threading.Event())
 
@@ -169,6 +170,7 @@ def test_a_sample_fails_and_the_others_are_scored(
     assert rewards[:, 0].tolist() == [1, 0, 1]
     assert extra["reward_state"] == ["value", "failed", "value"]
     assert problem in extra["reward_error"][1]
+    assert problem in caplog.text and caplog.text.encode()  # which a log can hold
     assert len(extra["reward_error"][1]) < 1000
     extra["reward_error"][1].encode()
 
