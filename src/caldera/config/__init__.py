@@ -26,7 +26,7 @@ from caldera.config.reward import RewardModelConfig
 from caldera.config.rollout import RolloutConfig, ValKwargs
 from caldera.config.sft import SFTDataConfig, SFTTrainerConfig, resolve_supervised
 from caldera.config.suggest import did_you_mean
-from caldera.config.trainer import TrainerConfig
+from caldera.config.trainer import RunKeys, TrainerConfig
 
 __all__ = [
     "CONFIG_DIR",
@@ -47,6 +47,7 @@ __all__ = [
     "RefConfig",
     "RewardModelConfig",
     "RolloutConfig",
+    "RunKeys",
     "SFTDataConfig",
     "SFTTrainerConfig",
     "TrainerConfig",

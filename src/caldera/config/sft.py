@@ -31,6 +31,7 @@ from caldera.config.optim import CheckpointConfig, FSDPConfig, OptimizerConfig
 from caldera.config.ppo import RayConfig
 from caldera.config.reasons import ALWAYS_PACKED
 from caldera.config.strategies import MEGATRON, OPTIMIZERS, Role, check_ranks, check_role
+from caldera.config.trainer import RunKeys
 from caldera.config.validate import (
     check_betas,
     check_contents,
@@ -176,27 +177,13 @@ class SFTOptimizerConfig:
 
 
 @dataclass
-class SFTRunConfig:
-    default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
-    """Folder of the run: checkpoints, metrics, resolved config."""
-    default_hdfs_dir: str | None = None
-    """URL of a folder that checkpoints are copied to; null: none."""
+class SFTRunConfig(RunKeys):
     project_name: str = "gsm8k-sft"
     """Project under which loggers file the run."""
     experiment_name: str = "test"
     """Name of the run."""
     total_epochs: int = option(4, minimum=1, unit="epochs")
     """Passes over the training data."""
-    total_training_steps: int | None = option(None, minimum=1, unit="steps")
-    """Steps of the whole run; null: total_epochs times the batches of an epoch."""
-    logger: Any = listed("console", "file")
-    """Where metrics go: names of loggers."""
-    console_metrics: Any = None
-    """Metrics on the console's line of a step: `short` (about ten), `all`, or patterns such as
-    [short,critic/*]; null: short where another logger keeps the rest, else all."""
-    class_: str | None = None
-    """The trainer: a name that is registered, or a class as my.module.MyTrainer or
-    path/to/file.py:MyTrainer; null: the command's own."""
     worker_class: str | None = None
     """The worker of the model: a name that is registered, or a class derived from SupervisedWorker,
     as my.module.MyWorker or path/to/file.py:MyWorker; null: SupervisedWorker."""
@@ -208,13 +195,6 @@ class SFTRunConfig:
     """Steps between validations, the last step included; -1: none; `after_each_epoch`."""
     max_ckpt_to_keep: int | None = option(None, minimum=1, unit="checkpoints")
     """Newest checkpoints that are kept; null: all."""
-    resume_mode: str = option("auto", choices=("auto", "disable", "resume_path"))
-    """Go on from the newest checkpoint, start anew, or go on from resume_from_path."""
-    resume_from_path: str | None = None
-    """A global_step_N folder or its URL, for resume_mode=resume_path."""
-    resume_fallback: bool = False
-    """With resume_mode=auto: where files of the newest checkpoint are damaged, go on from the one
-    before it, with a warning. Otherwise that is an error."""
     checkpoint: CheckpointConfig = nested(CheckpointConfig)
     nnodes: int = option(1, minimum=1, unit="nodes")
     """Machines of the run; under torchrun, those that it starts."""
@@ -224,12 +204,11 @@ class SFTRunConfig:
     worker_group: str | None = option(None, choices=("local", "ray"))
     """Where workers live: processes of this machine, or Ray's. null: Ray for several nodes, or
     where RAY_ADDRESS names a cluster; else local. Under torchrun: its processes."""
-    device: str | None = option(None, choices=("cuda", "cpu"))
-    """Where the model lives; null: cuda where there is a GPU, else cpu."""
     nccl_timeout: int = option(600, minimum=1, unit="seconds")
     """How long a call may take on the workers, and a rank wait for another."""
-    ray_wait_register_center_timeout: int = option(300, minimum=1, unit="seconds")
-    """How long to wait for places that other runs hold on a Ray cluster, and for ranks to start."""
+
+    def checkpoints_to_keep(self, role: str) -> int | None:
+        return self.max_ckpt_to_keep if role == "actor" else None
 
 
 @dataclass

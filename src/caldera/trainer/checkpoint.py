@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from caldera.config import TrainerConfig
+from caldera.config import RunKeys
 from caldera.engine.saving import read_file
 from caldera.errors import CalderaError, CheckpointError, ConfigError
 from caldera.storage import is_fetched, is_url, shown_url
@@ -93,20 +93,16 @@ def complete_steps(root: Path) -> list[int]:
     )
 
 
-def expired_roles(
-    steps: Iterable[int], newest: int, config: TrainerConfig
-) -> list[tuple[int, str]]:
+def expired_roles(steps: Iterable[int], newest: int, config: RunKeys) -> list[tuple[int, str]]:
     """(step, role) of everything beyond the numbers to keep.
 
     Checkpoints of later steps than the newest belong to a run that this one has gone back behind:
     they count as older.
     """
     by_age = sorted(steps, key=lambda step: (step <= newest, step))
-    limits = (config.max_actor_ckpt_to_keep, config.max_critic_ckpt_to_keep)
+    limits = {role: config.checkpoints_to_keep(role) for role in ROLES}
     return [
-        (step, role)
-        for role, keep in zip(ROLES, limits, strict=True)
-        for step in by_age[: -keep if keep else 0]
+        (step, role) for role, keep in limits.items() for step in by_age[: -keep if keep else 0]
     ]
 
 
@@ -119,7 +115,7 @@ T = TypeVar("T")
 class CheckpointFolder:
     """The checkpoints of one run."""
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: RunKeys) -> None:
         _check_places(config)
         self._config = config
         self.root = Path(config.default_local_dir).expanduser()
@@ -425,7 +421,7 @@ def read_position(folder: Path) -> Any:
     return read_file(folder / "data.pt")
 
 
-def _check_places(config: TrainerConfig) -> None:
+def _check_places(config: RunKeys) -> None:
     if is_url(config.default_local_dir):
         raise ConfigError(
             f"trainer.default_local_dir={shown_url(config.default_local_dir)!r}: takes a local "

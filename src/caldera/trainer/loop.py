@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from caldera.config import TrainerConfig
 from caldera.config.sft import EACH_EPOCH
 from caldera.data import Batch, StatefulLoader
 from caldera.errors import CalderaError
@@ -143,12 +142,10 @@ class TrainingLoop(ABC):
     only_validates = False
     """End after that validation."""
 
-    def __init__(
-        self, config: RunConfig, checkpoint_keys: TrainerConfig, train_loader: StatefulLoader
-    ) -> None:
+    def __init__(self, config: RunConfig, train_loader: StatefulLoader) -> None:
         self.config = config
         self.train_loader = train_loader
-        self.checkpoints = CheckpointFolder(checkpoint_keys)
+        self.checkpoints = CheckpointFolder(config.trainer)
         self.global_steps = 0
         self.total_steps = total_training_steps(config, train_loader)
         self.models: dict[str, WorkerGroup] = {}

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from caldera.config import TrainerConfig
+from caldera.config import RunKeys
 from caldera.errors import ConfigError
 from caldera.storage import below_url, is_url, shown_url
 from caldera.storage.fetching import fetch
@@ -45,7 +45,7 @@ T = TypeVar("T")
 class RemoteCheckpoints:
     """What is kept behind the URL. Whatever goes wrong there is an OSError."""
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: RunKeys) -> None:
         url = str(config.default_hdfs_dir).rstrip("/")
         if not is_url(url):
             raise ConfigError(f"{KEY}={url!r}: takes a URL, such as s3://bucket/run or file:///run")

@@ -15,7 +15,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from caldera.config import (
     SFTTrainerConfig,
-    TrainerConfig,
     load_supervised_config,
     resolve_supervised,
 )
@@ -113,7 +112,7 @@ class SupervisedTrainer(TrainingLoop):
         train_loader: StatefulLoader,
         validator: LossValidator | None,
     ) -> None:
-        super().__init__(config, _checkpoint_keys(config), train_loader)
+        super().__init__(config, train_loader)
         self.objective = objective
         self.validator = validator
         self._worker = worker
@@ -156,19 +155,6 @@ class SupervisedTrainer(TrainingLoop):
     def validate(self) -> Metrics:
         """`val/loss`, and what else the objective measures."""
         return {} if self.validator is None else self.validator.run(self.model)
-
-
-def _checkpoint_keys(config: SFTTrainerConfig) -> TrainerConfig:
-    """The keys of checkpoints, as a PPO run has them."""
-    trainer = config.trainer
-    return TrainerConfig(
-        default_local_dir=trainer.default_local_dir,
-        default_hdfs_dir=trainer.default_hdfs_dir,
-        resume_mode=trainer.resume_mode,
-        resume_from_path=trainer.resume_from_path,
-        resume_fallback=trainer.resume_fallback,
-        max_actor_ckpt_to_keep=trainer.max_ckpt_to_keep,
-    )
 
 
 def run(config: SFTTrainerConfig, objective: Objective) -> None:

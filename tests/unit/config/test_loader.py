@@ -140,7 +140,7 @@ def test_an_unknown_key_without_a_near_one(load: Load, override: str) -> None:
         ("critic.optim.lr=fast", "'fast'", "takes a number"),
         ("critic.optim.betas=[a,b]", "['a', 'b']", "takes a list of numbers, such as [0.9,0.99]"),
         ("trainer.logger=5", "5", "takes text or a list of texts, such as [a,b]"),
-        ("trainer=fast", "'fast'", "is a group; set its keys, such as trainer.balance_batch=..."),
+        ("trainer=fast", "'fast'", "is a group; set its keys, such as trainer.project_name=..."),
     ],
 )
 def test_a_wrong_type_names_key_and_value(

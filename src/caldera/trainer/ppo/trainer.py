@@ -92,7 +92,7 @@ class PPOTrainer(TrainingLoop):
         reward_servers: RewardServers,
         workers_need_rows: bool = False,
     ) -> None:
-        super().__init__(config, config.trainer, train_loader)
+        super().__init__(config, train_loader)
         self.tokenizer = tokenizer
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
