@@ -9,7 +9,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-ver
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 # Two processes, each on one thread; one that has run its half takes tests of the other's.
 PYTEST_TWICE := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist worksteal
-# The same by whole files, for tests that start engines or ranks once a file.
+# The same by whole files, for tests that start ranks once a file. Not for engines: SGLang takes
+# memory that another process takes meanwhile for its own, and refuses to start.
 PYTEST_FILES := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile
 QUICK := -m 'not gpu and not slow'
 TRITON := 3.9.0
@@ -70,10 +71,10 @@ tracking: $(VENV)/.stamp-dev $(VENV)/.stamp-tracking .venv-loggers/.stamp ## Tes
 		-k 'mlflow or swanlab or clearml'
 
 vllm: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 $(VENV)/.stamp-tracking .venv-vllm/.stamp ## Tests of rollout.name=vllm on this CPU
-	CALDERA_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(PYTEST_FILES) tests/vllm
+	CALDERA_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(PYTEST) tests/vllm
 
 sglang: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 .venv-sglang/.stamp ## Tests of rollout.name=sglang on this CPU
-	CALDERA_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(PYTEST_FILES) tests/sglang
+	CALDERA_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(PYTEST) tests/sglang
 
 lint: $(VENV)/.stamp-dev ## Style, formatting, types, layering; a report of sizes; changes nothing
 	$(BIN)/ruff check .
