@@ -14,6 +14,7 @@ from typing import Any
 from caldera import __version__
 from caldera.commands.completion import SHELLS, CommandWords, completion_script, words_of
 from caldera.errors import nearest
+from caldera.installation import version_line
 from caldera.trainer.entry import (
     USER_ERROR,
     leave_if_stopped,
@@ -149,7 +150,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="`caldera COMMAND --help` describes each command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"caldera {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"caldera {version_line(__version__)}"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         commands.add_parser(name, help=command.help)

@@ -6,6 +6,7 @@ import pytest
 
 from caldera import __version__
 from caldera.cli import COMMANDS, main
+from caldera.installation import version_line
 
 
 def test_without_a_command_it_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,7 +33,7 @@ def test_a_command_that_is_misspelt(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
-    assert capsys.readouterr().out == f"caldera {__version__}\n"
+    assert capsys.readouterr().out == f"caldera {version_line(__version__)}\n"
 
 
 @pytest.mark.parametrize("command", ["generate", "eval", "serve", "sft", "rm", "dpo"])

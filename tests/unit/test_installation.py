@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from caldera import installation
-from caldera.installation import checkout, install_command
+from caldera.installation import Commit, checkout, commit, install_command, version_line
 
 ROOT = Path(__file__).parents[2]
 Installed = Callable[[str | None], None]
@@ -99,3 +99,71 @@ def test_python_started_beside_a_clone_imports_the_package(tmp_path: Path) -> No
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert Path(done.stdout.strip()).name == "__init__.py"
+
+
+# ---------------------------------------------------------------------- the commit
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=name", "-c", "user.email=name@example.org")
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout of one commit, in which Caldera lies."""
+    source = tmp_path / "src/caldera/installation.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "--message", "first")
+    monkeypatch.setattr(installation, "SOURCES", tmp_path)
+    monkeypatch.setattr(installation, "BUILT_FROM", source.with_name("commit.txt"))
+    return tmp_path
+
+
+def test_the_commit_of_a_checkout(repository: Path) -> None:
+    head = git(repository, "rev-parse", "HEAD")
+    (repository / "notes.txt").write_text("not part of the package")
+    assert commit() == Commit(head, is_changed=False)
+    assert version_line("0.1.0") == f"0.1.0 ({head[:10]})"
+    (repository / "src/caldera/installation.py").write_text("changed")
+    assert commit() == Commit(head, is_changed=True)
+    assert version_line("0.1.0") == f"0.1.0 ({head[:10]}-dirty)"
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_the_commit_that_a_build_noted(repository: Path, is_changed: bool) -> None:
+    noted = Commit("0123456789abcdef", is_changed)
+    (repository / "src/caldera/commit.txt").write_text(f"{noted}\n")
+    assert commit() == noted
+
+
+def test_the_commit_of_a_repository_around_an_installation_is_not_caldera_s(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installation, "SOURCES", repository / "src")
+    assert commit() is None
+    assert version_line("0.1.0") == "0.1.0 (commit unknown)"
+
+
+def test_no_git(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(repository))
+    assert commit() is None
+
+
+def test_a_repository_that_git_cannot_read(repository: Path) -> None:
+    (repository / ".git/HEAD").write_text("not a reference")
+    assert commit() is None
+
+
+def test_the_build_reads_the_commit_from_this_file_alone() -> None:
+    """setup.py runs it where nothing is installed."""
+    program = (
+        f"import runpy; names = runpy.run_path({installation.__file__!r}); print(names['commit']())"
+    )
+    command = [sys.executable, "-I", "-S", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(commit())

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ from typing import Any
 import caldera
 from caldera.config.fields import walk
 from caldera.errors import DataError
+from caldera.installation import commit
 from caldera.storage.writing import write_text_atomic
 from caldera.trainer.secrets import (
     SHOWN_VARIABLES,
@@ -111,7 +111,6 @@ COMMAND_VARIABLE = "CALDERA_COMMAND"
 """The command line, as JSON, for a driver that is another process than the one it was given to."""
 PASSED_ON = ("CALDERA_", "HF_HUB_", "VERL_")
 """Beginnings of the variables that such a driver has from the user's shell."""
-GIT_S = 10.0
 
 
 def write_bundle(folder: Path, config: Any, output_key: str) -> Path:
@@ -179,9 +178,10 @@ def _torchrun_command(nodes: int) -> list[str]:
 
 def surroundings() -> dict[str, Any]:
     """Versions of everything that the run's numbers may depend on."""
+    code = commit()
     return {
         "caldera": caldera.__version__,
-        "git": _git_state(Path(caldera.__file__).parent),
+        "git": None if code is None else {"commit": code.hash, "is_changed": code.is_changed},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": _packages(),
@@ -202,22 +202,3 @@ def variables(prefixes: Sequence[str]) -> dict[str, str]:
         for name, value in sorted(os.environ.items())
         if is_shown_variable(name) and name.startswith(tuple(prefixes)) and name != COMMAND_VARIABLE
     }
-
-
-def _git_state(folder: Path) -> dict[str, Any] | None:
-    """The commit of Caldera's own code and whether it was changed; None: it is no checkout."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    changes = _git(folder, "status", "--porcelain", "--", ".")
-    if commit is None or changes is None:
-        return None
-    return {"commit": commit, "is_changed": bool(changes)}
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=GIT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
