@@ -22,7 +22,7 @@ MARKDOWN = $(shell git ls-files "*.md" ":!docs/reference")
 # The suites share two cores and one environment: never run them side by side.
 .NOTPARALLEL:
 .PHONY: help demo demo-smollm2 test check unit coverage integration e2e slow ray megatron kernels \
-	tracking vllm sglang lint format clean
+	tracking vllm sglang docs docs-serve lint format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | \
@@ -75,6 +75,15 @@ vllm: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 $(VENV)/.stamp-tracking .venv-vl
 
 sglang: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 .venv-sglang/.stamp ## Tests of rollout.name=sglang on this CPU
 	CALDERA_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(PYTEST) tests/sglang
+
+docs: .venv-docs/.stamp ## The documentation site, into build/site, with every link checked
+	@mkdir -p build/pages
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+	.venv-docs/bin/python scripts/check_site.py
+
+docs-serve: .venv-docs/.stamp ## The same on http://127.0.0.1:8000, again after each change
+	@mkdir -p build/pages
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve
 
 lint: $(VENV)/.stamp-dev ## Style, formatting, types, layering; a report of sizes; changes nothing
 	$(BIN)/ruff check .
@@ -166,6 +175,16 @@ $(VENV)/.stamp-tracking: $(VENV)/.stamp-core
 	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
 		> "$$(.venv-loggers/bin/python -c 'import site; print(site.getsitepackages()[0])')/caldera.pth"
 	@.venv-loggers/bin/python -c 'import clearml, mlflow, swanlab'
+	@touch $@
+
+# Without Caldera and torch: the site is made from text alone.
+.venv-docs/.stamp: pyproject.toml constraints.txt $(VENV)/.stamp-venv
+	@echo "Making .venv-docs (once, about 20 seconds, 100 MB)"
+	@$(BIN)/python -m venv --clear .venv-docs
+	@$(BIN)/python -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])' | \
+		xargs .venv-docs/bin/python -m pip install --quiet --no-input --disable-pip-version-check \
+		--constraint constraints.txt
 	@touch $@
 
 # Beside the environment, for a PyTorch that finds Triton would use it.

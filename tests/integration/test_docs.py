@@ -29,15 +29,22 @@ if TYPE_CHECKING:
     from tests.conftest import WarmPython
 
 REPOSITORY = Path(__file__).parents[2]
+TRANSLATIONS = sorted(
+    path
+    for pattern in ("*.zh.md", "docs/**/*.zh.md", "examples/**/*.zh.md")
+    for path in REPOSITORY.glob(pattern)
+)
 PAGES = [
     REPOSITORY / "README.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
     *sorted((REPOSITORY / "docs/algorithms").glob("*.md")),
     *sorted((REPOSITORY / "docs/reference").glob("*.md")),
-    *sorted((REPOSITORY / "examples").glob("*/README.md")),
+    *sorted((REPOSITORY / "examples").glob("**/README.md")),
 ]
+PAGES = [page for page in PAGES if page not in TRANSLATIONS]
 TEXTS = [
     *PAGES,
+    *TRANSLATIONS,
     *sorted((REPOSITORY / "docs/adr").glob("*.md")),
     *(REPOSITORY / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "THIRD_PARTY.md")),
 ]
@@ -126,6 +133,12 @@ def test_the_commands_of_a_page_run(
     assert logged_names(tmp_path)
     undocumented = [n for n in logged_names(tmp_path) if not is_documented_metric(n)]
     assert undocumented == [], "these metrics are not in docs/metrics.md"
+
+
+@pytest.mark.parametrize("page", TRANSLATIONS, ids=name)
+def test_a_translation_has_the_commands_of_its_page(page: Path) -> None:
+    original = page.with_name(page.name.replace(".zh.md", ".md"))
+    assert [block["script"] for block in blocks(page)] == [b["script"] for b in blocks(original)]
 
 
 def test_the_pages_with_commands_are_found() -> None:
