@@ -7,10 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from caldera.config import PPOTrainerConfig, compose_config
-from caldera.config.batches import needed_micro_batches
 from caldera.config.fields import check_values
 from caldera.config.validate import check_consistency
-from caldera.tracking.progress import print_line
 from caldera.trainer.entry import run_entry_point, split_overrides, text_parser
 
 HELP = """\
@@ -67,28 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _config(overrides: list[str], name: str, path: str | None) -> PPOTrainerConfig:
-    """As a run would have it, but for its data, which nobody reads, and its micro-batches, of
-    which something is assumed where nothing is said."""
+    """As a run would have it, but for its data, which nobody reads."""
     config = compose_config(overrides, name, path, PPOTrainerConfig)
     config.data.train_files = config.data.train_files or UNNAMED
     config.data.val_files = config.data.val_files or UNNAMED
     check_values(config)
-    assumed = _assume_micro_batches(config)
-    if assumed:
-        keys = " ".join(f"{key}=True" for key in assumed)
-        print_line(f"Assumed, since no size of micro-batches is given: {keys}")
     check_consistency(config)
     return config
-
-
-def _assume_micro_batches(config: PPOTrainerConfig) -> list[str]:
-    """Micro-batches are formed by tokens where nothing is said; the keys of which that is true."""
-    keys = []
-    for part in needed_micro_batches(config):
-        if not part.is_told:
-            setattr(part.node, part.dynamic_key, True)
-            keys.append(f"{part.group}.{part.dynamic_key}")
-    return keys
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def log_prob_cut(config: PPOTrainerConfig, node: Any, computing: Any, rows: int)
         config,
         computing,
         rows,
-        node.log_prob_use_dynamic_bsz,
+        bool(node.log_prob_use_dynamic_bsz),
         node.log_prob_micro_batch_size_per_gpu,
         node.log_prob_max_token_len_per_gpu,
     )
@@ -129,7 +129,7 @@ def update_cut(config: PPOTrainerConfig, node: Any, rows: int) -> Cut:
         config,
         node,
         rows,
-        node.use_dynamic_bsz,
+        bool(node.use_dynamic_bsz),
         node.ppo_micro_batch_size_per_gpu,
         node.ppo_max_token_len_per_gpu,
     )
@@ -137,7 +137,7 @@ def update_cut(config: PPOTrainerConfig, node: Any, rows: int) -> Cut:
 
 def forward_cut(config: PPOTrainerConfig, node: Any, rows: int, size: int | None) -> Cut:
     """Of a forward pass of the critic or of the reward model."""
-    dynamic, tokens = node.use_dynamic_bsz, node.forward_max_token_len_per_gpu
+    dynamic, tokens = bool(node.use_dynamic_bsz), node.forward_max_token_len_per_gpu
     return _cut(config, node, rows, dynamic, size, tokens)
 
 

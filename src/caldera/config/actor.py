@@ -68,10 +68,12 @@ class ActorConfig(ConfigGroup):
     """Deprecated: samples per pass over all devices; replaced by ppo_micro_batch_size_per_gpu."""
     ppo_micro_batch_size_per_gpu: int | None = option(None, minimum=1, unit="samples")
     """Samples per forward and backward pass on one device."""
-    use_dynamic_bsz: bool = False
-    """Form micro-batches by tokens instead of by samples."""
-    ppo_max_token_len_per_gpu: int = option(16384, minimum=1, unit="tokens")
-    """Tokens per micro-batch when use_dynamic_bsz is on."""
+    use_dynamic_bsz: bool | None = None
+    """Form micro-batches by tokens instead of by samples; null: where no size in samples is
+    given."""
+    ppo_max_token_len_per_gpu: int | None = option(None, minimum=1, unit="tokens")
+    """Most tokens of a micro-batch formed by tokens; null: 16384, on a CPU 4096, and at least the
+    longest sample."""
     clip_ratio: float = option(0.2, minimum=0)
     """Distance from 1 at which the probability ratio is clipped."""
     clip_ratio_low: float | None = option(II(".clip_ratio"), minimum=0)
@@ -151,9 +153,10 @@ class RefConfig(ConfigGroup):
     """Deprecated: samples per pass over all devices."""
     log_prob_micro_batch_size_per_gpu: int | None = option(None, minimum=1, unit="samples")
     """Samples per forward pass on one device."""
-    log_prob_use_dynamic_bsz: bool = II("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Form micro-batches by tokens instead of by samples."""
-    log_prob_max_token_len_per_gpu: int = option(
+    log_prob_use_dynamic_bsz: bool | None = II("actor_rollout_ref.actor.use_dynamic_bsz")
+    """Form micro-batches by tokens instead of by samples; null: where no size in samples is
+    given."""
+    log_prob_max_token_len_per_gpu: int | None = option(
         II("actor_rollout_ref.actor.ppo_max_token_len_per_gpu"), minimum=1, unit="tokens"
     )
     """Tokens per micro-batch then."""

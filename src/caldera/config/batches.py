@@ -45,16 +45,20 @@ class MicroBatches:
         return bool(getattr(self.node, self.dynamic_key))
 
     @property
-    def is_told(self) -> bool:
-        """Whether a key says how the batch is cut."""
-        sizes = (self.size, getattr(self.node, self.size_key))
-        return self.dynamic or any(size is not None for size in sizes)
+    def tokens(self) -> int | None:
+        tokens: int | None = getattr(self.node, self.tokens_key)
+        return tokens
 
 
 def check_batches(config: PPOTrainerConfig) -> None:
     """Prompts, samples and tokens can be cut as the config says."""
-    for part in _micro_batches(config):
+    parts = _micro_batches(config)
+    for part in parts:
         _take_global_size(part, _copies(config, part.node))
+    for part in parts:
+        if getattr(part.node, part.dynamic_key) is None:
+            sizes = [other.size for other in parts if other.node is part.node]
+            setattr(part.node, part.dynamic_key, sizes == [None] * len(sizes))
     _check_mini_batches(config)
     for part in needed_micro_batches(config):
         _check_micro_batch(part, config)
@@ -135,10 +139,12 @@ def _check_micro_batch(part: MicroBatches, config: PPOTrainerConfig) -> None:
                 f"or form micro-batches by tokens with {part.group}.{part.dynamic_key}=True"
             )
         return
+    if part.tokens is None:
+        return
     rollout = config.actor_rollout_ref.rollout
     longest = rollout.prompt_length + rollout.response_length
     ranks = sequence_parallel_size(_computing(config, part.node))
-    budget = getattr(part.node, part.tokens_key) * ranks
+    budget = part.tokens * ranks
     shared = f" x {ranks} ranks = {budget}" if ranks > 1 else ""
     if budget < longest:
         raise ConfigError(
@@ -147,6 +153,36 @@ def _check_micro_batch(part: MicroBatches, config: PPOTrainerConfig) -> None:
             f"{ROLLOUT}.response_length={rollout.response_length}); takes at least "
             f"{-(-longest // ranks)}"
         )
+
+
+CUDA_TOKENS = {ACTOR: 16384, ROLLOUT: 16384, REF: 16384, "critic": 32768, "reward_model": 32768}
+"""Tokens of a micro-batch on a GPU, where no key gives them: verl's numbers."""
+CPU_TOKENS = 4096
+"""The same on a CPU, where larger micro-batches are no faster."""
+
+
+def default_tokens(on_cuda: int, device: str, longest: int, ranks: int) -> int:
+    """Tokens of a micro-batch whose tokens so many ranks share; it holds the longest sample."""
+    return max(on_cuda if device == "cuda" else CPU_TOKENS, -(-longest // ranks))
+
+
+def choose_token_budgets(config: PPOTrainerConfig, device: str) -> list[str]:
+    """Fill in the tokens of micro-batches; returns what was chosen for passes of this run."""
+    rollout = config.actor_rollout_ref.rollout
+    used = [(part.node, part.tokens_key) for part in needed_micro_batches(config) if part.dynamic]
+    chosen = []
+    for part in _micro_batches(config):
+        if part.tokens is not None:
+            continue
+        longest = rollout.prompt_length + rollout.response_length
+        if part.node is config.reward_model:
+            longest *= 2  # its own template and vocabulary may need more tokens
+        ranks = sequence_parallel_size(_computing(config, part.node))
+        tokens = default_tokens(CUDA_TOKENS[part.group], device, longest, ranks)
+        setattr(part.node, part.tokens_key, tokens)
+        if (part.node, part.tokens_key) in used:
+            chosen.append(f"{part.group}.{part.tokens_key}={tokens}")
+    return chosen
 
 
 def check_devices(config: PPOTrainerConfig) -> None:

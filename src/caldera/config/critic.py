@@ -36,10 +36,12 @@ class CriticConfig(ConfigGroup):
     """Deprecated: samples per pass over all devices; replaced by ppo_micro_batch_size_per_gpu."""
     ppo_micro_batch_size_per_gpu: int | None = option(None, minimum=1, unit="samples")
     """Samples per forward and backward pass on one device."""
-    use_dynamic_bsz: bool = II("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Form micro-batches by tokens instead of by samples."""
-    ppo_max_token_len_per_gpu: int = option(32768, minimum=1, unit="tokens")
-    """Tokens per micro-batch then."""
+    use_dynamic_bsz: bool | None = II("actor_rollout_ref.actor.use_dynamic_bsz")
+    """Form micro-batches by tokens instead of by samples; null: where no size in samples is
+    given."""
+    ppo_max_token_len_per_gpu: int | None = option(None, minimum=1, unit="tokens")
+    """Most tokens of a micro-batch formed by tokens; null: 32768, on a CPU 4096, and at least the
+    longest sample."""
     forward_micro_batch_size: int | None = option(
         II(".ppo_micro_batch_size"), minimum=1, unit="samples"
     )
@@ -48,7 +50,7 @@ class CriticConfig(ConfigGroup):
         II(".ppo_micro_batch_size_per_gpu"), minimum=1, unit="samples"
     )
     """Samples per forward pass when values are computed."""
-    forward_max_token_len_per_gpu: int = option(
+    forward_max_token_len_per_gpu: int | None = option(
         II(".ppo_max_token_len_per_gpu"), minimum=1, unit="tokens"
     )
     """Tokens per forward pass then."""

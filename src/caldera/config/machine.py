@@ -6,7 +6,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from caldera.config.batches import check_devices
+from caldera.config.batches import check_devices, choose_token_budgets
 from caldera.config.megatron import MegatronConfig
 from caldera.config.optim import FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig
@@ -33,6 +33,7 @@ def resolve_for_machine(config: PPOTrainerConfig, gpus: int) -> list[str]:
     if trainer.worker_group == "local":
         warn_of_cores(device, _ranks(config))
     check_devices(config)
+    chosen += choose_token_budgets(config, device)
     if rollout.name is None:
         rollout.name = DEFAULT_SAMPLER
         chosen.append(f"actor_rollout_ref.rollout.name={rollout.name}")

@@ -51,6 +51,10 @@ class PreferenceDataConfig(SFTDataConfig):
     margin_key: str | None = None
     """Column with how far apart the two scores ought to be at least; null: any distance will do."""
 
+    @property
+    def longest(self) -> int:
+        return 2 * self.max_length
+
 
 @dataclass
 class RewardModelRunConfig(SFTRunConfig):
@@ -119,12 +123,13 @@ def check_preference(config: SFTTrainerConfig) -> None:
 
 def _check_tokens(config: SFTTrainerConfig) -> None:
     data, ranks = config.data, supervised_sequence_parallel_size(config)
-    if data.use_dynamic_bsz and data.max_token_len_per_gpu * ranks < 2 * data.max_length:
+    tokens = data.max_token_len_per_gpu
+    if data.use_dynamic_bsz and tokens is not None and tokens * ranks < data.longest:
         shared = f" x {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
-            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}{shared} tokens cannot hold "
+            f"data.max_token_len_per_gpu={tokens}{shared} tokens cannot hold "
             f"the responses of a pair, up to data.max_length={data.max_length} tokens each; takes "
-            f"at least {-(-2 * data.max_length // ranks)}"
+            f"at least {-(-data.longest // ranks)}"
         )
 
 

@@ -164,9 +164,10 @@ class RewardModelConfig(ConfigGroup):
     """Samples per forward pass on one device."""
     max_length: int | None = option(None, minimum=1, unit="tokens")
     """Tokens of a conversation that the reward model reads, from its beginning; null: all."""
-    use_dynamic_bsz: bool = II("critic.use_dynamic_bsz")
-    """Form micro-batches by tokens instead of by samples."""
-    forward_max_token_len_per_gpu: int = option(
+    use_dynamic_bsz: bool | None = II("critic.use_dynamic_bsz")
+    """Form micro-batches by tokens instead of by samples; null: where no size in samples is
+    given."""
+    forward_max_token_len_per_gpu: int | None = option(
         II("critic.forward_max_token_len_per_gpu"), minimum=1, unit="tokens"
     )
     """Tokens per micro-batch then."""

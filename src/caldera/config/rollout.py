@@ -203,9 +203,10 @@ class RolloutConfig(StopKeys, PenaltyKeys, SamplerKeys):
     """Deprecated: samples per pass over all devices."""
     log_prob_micro_batch_size_per_gpu: int | None = option(None, minimum=1, unit="samples")
     """Samples per forward pass when log-probs are recomputed."""
-    log_prob_use_dynamic_bsz: bool = II("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Form these micro-batches by tokens instead of by samples."""
-    log_prob_max_token_len_per_gpu: int = option(
+    log_prob_use_dynamic_bsz: bool | None = II("actor_rollout_ref.actor.use_dynamic_bsz")
+    """Form these micro-batches by tokens instead of by samples; null: where no size in samples is
+    given."""
+    log_prob_max_token_len_per_gpu: int | None = option(
         II("actor_rollout_ref.actor.ppo_max_token_len_per_gpu"), minimum=1, unit="tokens"
     )
     """Tokens per micro-batch then."""

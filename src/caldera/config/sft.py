@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import II
 
+from caldera.config.batches import default_tokens
 from caldera.config.data import CustomClassConfig
 from caldera.config.fields import (
     ConfigGroup,
@@ -41,6 +42,10 @@ from caldera.config.validate import (
 )
 from caldera.errors import ConfigError, UnsupportedError
 
+CUDA_TOKENS = 8192
+"""Tokens of a micro-batch on a GPU, where no key gives them."""
+SAMPLES = 4
+"""Samples of a micro-batch that is not formed by tokens, where no key gives them."""
 EACH_EPOCH = "after_each_epoch"
 
 
@@ -64,12 +69,15 @@ class SFTDataConfig(ConfigGroup):
     """Files to validate on; null: no validation."""
     train_batch_size: int = option(256, minimum=1, unit="samples")
     """Samples per optimiser step."""
-    micro_batch_size_per_gpu: int = option(4, minimum=1, unit="samples")
-    """Samples per forward and backward pass on one device."""
-    use_dynamic_bsz: bool = False
-    """Form micro-batches by tokens instead of by samples."""
-    max_token_len_per_gpu: int = option(8192, minimum=1, unit="tokens")
-    """Tokens per micro-batch then."""
+    micro_batch_size_per_gpu: int | None = option(None, minimum=1, unit="samples")
+    """Samples per forward and backward pass on one device; null: 4 where use_dynamic_bsz is
+    false."""
+    use_dynamic_bsz: bool | None = None
+    """Form micro-batches by tokens instead of by samples; null: where no size in samples is
+    given."""
+    max_token_len_per_gpu: int | None = option(None, minimum=1, unit="tokens")
+    """Most tokens of a micro-batch formed by tokens; null: 8192, on a CPU 4096, and at least the
+    longest sample."""
     prompt_key: str = "question"
     """Column with the prompt."""
     response_key: str = "answer"
@@ -101,6 +109,11 @@ class SFTDataConfig(ConfigGroup):
     """Follows `custom`, the place to set keys for custom code."""
     apply_chat_template_kwargs: dict[str, Any] = mapping()
     """Further arguments of the chat template."""
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of what a micro-batch has to hold at least."""
+        return self.max_length
 
 
 @dataclass
@@ -323,6 +336,10 @@ def check_supervised(config: SFTTrainerConfig) -> None:
     check_dtypes("model.fsdp_config", config.model.fsdp_config)
     check_betas("optim", config.optim.betas)
     check_supervised_strategy(config)
+    if data.use_dynamic_bsz is None:
+        data.use_dynamic_bsz = data.micro_batch_size_per_gpu is None
+    if data.micro_batch_size_per_gpu is None and not data.use_dynamic_bsz:
+        data.micro_batch_size_per_gpu = SAMPLES
     _check_tokens(config)
 
 
@@ -371,11 +388,12 @@ def _check_frequency(key: str, value: Any) -> None:
 
 def _check_tokens(config: SFTTrainerConfig) -> None:
     data, ranks = config.data, supervised_sequence_parallel_size(config)
-    if data.use_dynamic_bsz and data.max_token_len_per_gpu * ranks < data.max_length:
+    tokens = data.max_token_len_per_gpu
+    if data.use_dynamic_bsz and tokens is not None and tokens * ranks < data.max_length:
         shared = f" x {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
-            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}{shared} tokens cannot hold "
-            f"one sample of up to data.max_length={data.max_length} tokens; takes at least "
+            f"data.max_token_len_per_gpu={tokens}{shared} tokens cannot hold one sample of up to "
+            f"data.max_length={data.max_length} tokens; takes at least "
             f"{-(-data.max_length // ranks)}"
         )
 
@@ -402,11 +420,21 @@ def resolve_supervised(
     if trainer.worker_group != "ray" and launched is None:
         warn_of_cores(device, ranks)
     _check_devices(config, ranks * trainer.nnodes)
+    chosen += _choose_tokens(config, device)
     name, memory = memory_of_supervised(config)
     if memory.dtype is None:
         memory.dtype = default_dtype(device, memory)
         chosen.append(f"model.{name}.dtype={memory.dtype}")
     return chosen
+
+
+def _choose_tokens(config: SFTTrainerConfig, device: str) -> list[str]:
+    data, ranks = config.data, supervised_sequence_parallel_size(config)
+    if data.max_token_len_per_gpu is not None:
+        return []
+    tokens = default_tokens(CUDA_TOKENS, device, data.longest, ranks)
+    data.max_token_len_per_gpu = tokens
+    return [f"data.max_token_len_per_gpu={tokens}"] if data.use_dynamic_bsz else []
 
 
 def _take_launched(config: SFTTrainerConfig, nodes: int, processes: int) -> None:

@@ -70,7 +70,7 @@ class CriticWorker(TrainedWorker, ProfiledWorker):
         config = self.config
         plan = ForwardPlan(
             ("values",),
-            config.use_dynamic_bsz,
+            bool(config.use_dynamic_bsz),
             config.forward_micro_batch_size_per_gpu,
             config.forward_max_token_len_per_gpu,
         )
@@ -85,7 +85,7 @@ class CriticWorker(TrainedWorker, ProfiledWorker):
         config = self.config
         plan = ForwardPlan(
             ("values",),
-            config.use_dynamic_bsz,
+            bool(config.use_dynamic_bsz),
             config.ppo_micro_batch_size_per_gpu,
             config.ppo_max_token_len_per_gpu,
         )

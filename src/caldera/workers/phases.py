@@ -70,7 +70,7 @@ def update_plan(config: ActorRolloutRefConfig, reference: Engine | None) -> Forw
         outputs.append("full_kl")
     return ForwardPlan(
         tuple(outputs),
-        actor.use_dynamic_bsz,
+        bool(actor.use_dynamic_bsz),
         actor.ppo_micro_batch_size_per_gpu,
         actor.ppo_max_token_len_per_gpu,
         config.rollout.temperature,
@@ -88,7 +88,7 @@ def log_prob_plan(
     """For log-probs and their like, without training."""
     return ForwardPlan(
         outputs,
-        config.log_prob_use_dynamic_bsz,
+        bool(config.log_prob_use_dynamic_bsz),
         config.log_prob_micro_batch_size_per_gpu,
         config.log_prob_max_token_len_per_gpu,
         temperature,

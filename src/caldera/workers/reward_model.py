@@ -211,7 +211,7 @@ class RewardModelWorker(ProfiledWorker):
         config = self.config
         plan = ForwardPlan(
             ("scores",),
-            config.use_dynamic_bsz,
+            bool(config.use_dynamic_bsz),
             config.micro_batch_size_per_gpu,
             config.forward_max_token_len_per_gpu,
         )

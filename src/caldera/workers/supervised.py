@@ -212,11 +212,12 @@ class SupervisedWorker(TrainedWorker):
         tensors_of(data)["ref_log_prob"] = outputs["log_probs"]
 
     def _plan(self) -> ForwardPlan:
-        data = self.config.data
+        data, together = self.config.data, self.objective.rows_together
+        samples = data.micro_batch_size_per_gpu
         return ForwardPlan(
             self.objective.outputs,
-            data.use_dynamic_bsz,
-            data.micro_batch_size_per_gpu * self.objective.rows_together,
+            bool(data.use_dynamic_bsz),
+            None if samples is None else samples * together,
             data.max_token_len_per_gpu,
-            rows_together=self.objective.rows_together,
+            rows_together=together,
         )

@@ -178,23 +178,10 @@ def test_a_tiny_model_has_no_column_of_zeros(
     assert weights.split()[1:] == ["0.33", "MiB"] * 3
 
 
-@pytest.mark.parametrize(
-    ("keys", "assumed"),
-    [
-        ([], [f"{ACTOR}.use_dynamic_bsz", f"{ROLLOUT}.log_prob_use_dynamic_bsz",
-              "critic.use_dynamic_bsz"]),
-        ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", *GRPO],
-         [f"{ROLLOUT}.log_prob_use_dynamic_bsz"]),
-        ([f"{ACTOR}.ppo_micro_batch_size=4", f"{ROLLOUT}.log_prob_micro_batch_size=4",
-          *GRPO], []),
-        ([f"{ACTOR}.use_dynamic_bsz=True"], []),
-    ],
-)  # fmt: skip
-def test_micro_batches_of_which_nothing_is_said_are_assumed(
-    half_b: str, capsys: pytest.CaptureFixture[str], keys: list[str], assumed: list[str]
+def test_micro_batches_of_which_nothing_is_said_are_cut_by_tokens(
+    half_b: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", f"actor_rollout_ref.model.path={half_b}", *keys]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Assumed")]
-    told = "Assumed, since no size of micro-batches is given: "
-    told += " ".join(f"{key}=True" for key in assumed)
-    assert lines == ([told] if assumed else [])
+    assert main(["plan", f"actor_rollout_ref.model.path={half_b}", *GRPO]) == 0
+    assert (
+        "at most 512 micro-batches of up to 16 samples (16,384 tokens)" in capsys.readouterr().out
+    )

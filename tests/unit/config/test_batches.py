@@ -9,6 +9,7 @@ import pytest
 
 from caldera.config import PPOTrainerConfig
 from caldera.config.batches import check_batches
+from caldera.config.machine import resolve_for_machine
 from caldera.errors import ConfigError
 
 Load = Callable[..., PPOTrainerConfig]
@@ -52,13 +53,20 @@ def test_the_critics_mini_batch_counts_only_where_there_is_a_critic(load: Load) 
     ],
 )
 def test_a_missing_micro_batch_size(load: Load, group: str, key: str, by_tokens: str) -> None:
-    with_reference = f"{ACTOR}.use_kl_loss=True"
+    """Without a size, a pass is cut by tokens, unless the key that says so is false."""
+    missing = [f"{ACTOR}.use_kl_loss=True", f"{REF}.log_prob_micro_batch_size_per_gpu=1"]
+    missing += [f"{group}.{key}=null"]
+    config = load(*missing)
+    nodes = {"critic": config.critic, ACTOR: config.actor_rollout_ref.actor}
+    nodes |= {REF: config.actor_rollout_ref.ref, ROLLOUT: config.actor_rollout_ref.rollout}
+    dynamic = {ACTOR: "use_dynamic_bsz", "critic": "use_dynamic_bsz"}
+    found = {
+        name: getattr(node, dynamic.get(name, "log_prob_use_dynamic_bsz"))
+        for name, node in nodes.items()
+    }
+    assert found == {name: name == group for name in nodes}
     with pytest.raises(ConfigError) as raised:
-        load(
-            with_reference,
-            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
-            f"{group}.{key}=null",
-        )
+        load(*missing, f"{group}.{by_tokens}=False")
     message = str(raised.value)
     assert message.startswith(f"{group}.{key}=null: give it a number of samples")
     assert message.endswith(f"{group}.{by_tokens}=True")
@@ -69,9 +77,75 @@ def test_micro_batches_by_tokens_need_no_size(load: Load) -> None:
 
 
 def test_the_reference_needs_a_size_only_where_it_is_used(load: Load) -> None:
-    load()
+    by_samples = f"{ACTOR}.use_dynamic_bsz=False"  # which the others follow
+    load(by_samples)
     with pytest.raises(ConfigError, match=r"^actor_rollout_ref\.ref\.log_prob_micro"):
-        load("algorithm.use_kl_in_reward=True")
+        load("algorithm.use_kl_in_reward=True", by_samples)
+
+
+def test_a_size_for_one_pass_of_the_critic_asks_for_the_others(load: Load) -> None:
+    """Both passes share the key that would cut them by tokens."""
+    one = ["critic.ppo_micro_batch_size_per_gpu=null", "critic.forward_micro_batch_size_per_gpu=4"]
+    with pytest.raises(ConfigError, match=r"^critic\.ppo_micro_batch_size_per_gpu=null: give it"):
+        load(*one)
+
+
+NO_SIZES = (
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=null",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=null",
+    "critic.ppo_micro_batch_size_per_gpu=null",
+)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "length", "budgets"),
+    [
+        (1, 512, (16384, 16384, 16384, 32768, 32768, 32768)),
+        (0, 512, (4096, 4096, 4096, 4096, 4096, 4096)),
+        (1, 20000, (20512, 20512, 20512, 32768, 32768, 41024)),
+        (0, 20000, (20512, 20512, 20512, 20512, 20512, 41024)),
+    ],
+)
+def test_tokens_of_a_micro_batch_suit_the_device_and_hold_the_longest_sample(
+    load: Load, gpus: int, length: int, budgets: tuple[int, ...]
+) -> None:
+    config = load(*NO_SIZES, f"data.max_response_length={length}")
+    chosen = resolve_for_machine(config, gpus)
+    parts, critic = config.actor_rollout_ref, config.critic
+    assert budgets == (
+        parts.actor.ppo_max_token_len_per_gpu,
+        parts.rollout.log_prob_max_token_len_per_gpu,
+        parts.ref.log_prob_max_token_len_per_gpu,
+        critic.ppo_max_token_len_per_gpu,
+        critic.forward_max_token_len_per_gpu,
+        config.reward_model.forward_max_token_len_per_gpu,
+    )
+    assert [text for text in chosen if "max_token_len" in text] == [  # of passes that are made
+        f"{ACTOR}.ppo_max_token_len_per_gpu={budgets[0]}",
+        f"{ROLLOUT}.log_prob_max_token_len_per_gpu={budgets[1]}",
+        f"critic.ppo_max_token_len_per_gpu={budgets[3]}",
+        f"critic.forward_max_token_len_per_gpu={budgets[4]}",
+    ]
+
+
+def test_ranks_that_share_tokens_share_the_default_budget(load: Load) -> None:
+    config = load(
+        *NO_SIZES,
+        "data.max_response_length=40000",
+        f"{ACTOR}.ulysses_sequence_parallel_size=2",
+        "trainer.n_gpus_per_node=2",
+    )
+    resolve_for_machine(config, 2)
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 20256
+
+
+def test_a_budget_that_is_given_is_kept(load: Load) -> None:
+    config = load(*NO_SIZES, f"{ACTOR}.ppo_max_token_len_per_gpu=2048")
+    resolve_for_machine(config, 1)
+    parts = config.actor_rollout_ref
+    assert parts.actor.ppo_max_token_len_per_gpu == 2048
+    assert parts.rollout.log_prob_max_token_len_per_gpu == 2048  # which follows the actor's
+    assert config.critic.ppo_max_token_len_per_gpu == 32768
 
 
 def test_a_mini_batch_in_samples_is_told_apart(load: Load) -> None:

@@ -99,13 +99,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "sft_trainer_engine": SFT_ENGINE,
 }
 """verl's, by file."""
+BY_TOKENS = {"data.micro_batch_size_per_gpu": None, "data.max_token_len_per_gpu": None}
 DIFFERENT: dict[str, dict[str, Any]] = {
     "generation": {"rollout.name": None, "trainer.n_gpus_per_node": None},
     "evaluation": {},
-    "sft_trainer_engine": {"data.multiturn.enable": True},
-    "sft_trainer": {"trainer.logger": ["console", "file"], "trainer.n_gpus_per_node": None},
+    "sft_trainer_engine": {"data.multiturn.enable": True, **BY_TOKENS},
+    "sft_trainer": {
+        "trainer.logger": ["console", "file"],
+        "trainer.n_gpus_per_node": None,
+        **BY_TOKENS,
+    },
 }
-"""Where verl has vllm, wandb and 8 devices, or nothing but conversations."""
+"""Where verl has vllm, wandb and 8 devices, nothing but conversations, or sizes of micro-batches
+that are chosen here."""
 
 
 def at(tree: Any, key: str) -> Any:

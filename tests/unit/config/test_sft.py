@@ -72,10 +72,35 @@ def test_keys_of_the_later_generation_land_in_their_places() -> None:
 
 def test_the_two_files_differ_in_conversations_and_micro_batches() -> None:
     classic, later = load(), load(name="sft_trainer_engine")
-    assert (classic.data.multiturn.enable, classic.data.use_dynamic_bsz) == (False, False)
-    assert (later.data.multiturn.enable, later.data.use_dynamic_bsz) == (True, True)
-    later.data.multiturn.enable = later.data.use_dynamic_bsz = False
+    sized = (
+        load("data.micro_batch_size_per_gpu=4"),
+        load("data.micro_batch_size_per_gpu=4", name="sft_trainer_engine"),
+    )
+    assert [config.data.multiturn.enable for config in (classic, later)] == [False, True]
+    assert [config.data.use_dynamic_bsz for config in sized] == [False, True]
+    later.data.multiturn.enable = False
     assert classic == later
+
+
+def test_how_batches_are_cut() -> None:
+    """By tokens, unless a key asks for samples; verl's default is four of these."""
+    for keys, expected in {
+        (): (True, None),
+        ("data.micro_batch_size_per_gpu=8",): (False, 8),
+        ("data.use_dynamic_bsz=False",): (False, 4),
+        ("data.micro_batch_size_per_gpu=8", "data.use_dynamic_bsz=True"): (True, 8),
+    }.items():
+        data = load(*keys).data
+        assert (data.use_dynamic_bsz, data.micro_batch_size_per_gpu) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "length", "tokens"), [(0, 1024, 4096), (1, 1024, 8192), (1, 9000, 9000)]
+)
+def test_the_default_tokens_of_a_micro_batch(gpus: int, length: int, tokens: int) -> None:
+    config = load(f"data.max_length={length}", "trainer.n_gpus_per_node=1")
+    resolve_supervised(config, gpus)
+    assert config.data.max_token_len_per_gpu == tokens
 
 
 def test_keys_of_classic_scripts() -> None:
@@ -110,6 +135,7 @@ class TestMachine:
             "trainer.worker_group=local",
             "trainer.device=cpu",
             "trainer.n_gpus_per_node=1",
+            "data.max_token_len_per_gpu=4096",
             "model.fsdp_config.dtype=float32",
         ]
 

@@ -44,7 +44,20 @@ OVERRIDES = {
     "num_layers_in_last_pipeline_stage": None,
 }
 
+BY_TOKENS = "by tokens where verl asks for a size"
+TOKENS = "verl's on a GPU, fewer on a CPU, more for a longer sample"
 EVERYWHERE: dict[str, tuple[Any, str]] = {
+    "actor_rollout_ref.actor.use_dynamic_bsz": (None, BY_TOKENS),
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": (None, BY_TOKENS),
+    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": (None, BY_TOKENS),
+    "critic.use_dynamic_bsz": (None, BY_TOKENS),
+    "reward_model.use_dynamic_bsz": (None, BY_TOKENS),
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": (None, TOKENS),
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": (None, TOKENS),
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": (None, TOKENS),
+    "critic.ppo_max_token_len_per_gpu": (None, TOKENS),
+    "critic.forward_max_token_len_per_gpu": (None, TOKENS),
+    "reward_model.forward_max_token_len_per_gpu": (None, TOKENS),
     "data.train_files": (None, NO_DATA),
     "data.val_files": (None, NO_DATA),
     "data.dataloader_num_workers": (0, ROWS_ARE_READY),
@@ -132,7 +145,7 @@ def test_what_is_told_of_defaults_that_differ() -> None:
     same = {
         key
         for key, (_, why) in DIFFERENT["ppo_trainer"].items()
-        if why in (NO_MODEL, NO_DATA, PACKED, "null says the same")
+        if why in (NO_MODEL, NO_DATA, PACKED, BY_TOKENS, TOKENS, "null says the same")
         or key.startswith("reward_model.")
         or key.endswith("fsdp_config.dtype")
     }
