@@ -22,7 +22,7 @@ MARKDOWN = $(shell git ls-files "*.md" ":!docs/reference")
 # The suites share two cores and one environment: never run them side by side.
 .NOTPARALLEL:
 .PHONY: help demo demo-smollm2 test check unit coverage integration e2e slow ray megatron kernels \
-	tracking vllm sglang docs docs-serve lint format clean
+	tracking vllm sglang wheel lock docs docs-serve lint format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | \
@@ -76,6 +76,12 @@ vllm: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 $(VENV)/.stamp-tracking .venv-vl
 sglang: $(VENV)/.stamp-dev $(VENV)/.stamp-smollm2 .venv-sglang/.stamp ## Tests of rollout.name=sglang on this CPU
 	CALDERA_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(PYTEST) tests/sglang
 
+wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## Build dist/, and run it in a fresh environment; lock file, images, manifests
+	rm -rf dist
+	$(BIN)/python -m build --quiet --outdir dist .
+	$(BIN)/python -m build --quiet --wheel --outdir dist compat/verl
+	PATH=$(CURDIR)/$(BIN):$$PATH $(PYTEST) tests/wheel
+
 docs: .venv-docs/.stamp ## The documentation site, into build/site, with every link checked
 	@mkdir -p build/pages
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
@@ -93,6 +99,10 @@ lint: $(VENV)/.stamp-dev ## Style, formatting, types, layering; a report of size
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/report_sizes.py
 	$(BIN)/python scripts/check_commits.py
+
+# The newest version that Python 3.11.0 takes is older for one of them.
+lock: $(VENV)/.stamp-wheel ## Write uv.lock, with the versions of constraints.txt
+	$(BIN)/uv lock $$(sed -n '/^pymdown-extensions==/d; s/^[^#].*/--upgrade-package &/p' constraints.txt)
 
 format: $(VENV)/.stamp-dev ## Format code and docs, and fix what ruff can fix
 	$(BIN)/ruff check --fix .
@@ -160,6 +170,12 @@ $(VENV)/.stamp-tracking: $(VENV)/.stamp-core
 	@rm -f $@
 	@echo "Installing loggers (once, half a minute)"
 	@$(PIP_INSTALL) --editable '.[tracking]'
+	@touch $@
+
+$(VENV)/.stamp-wheel: scripts/packaging.txt $(VENV)/.stamp-core
+	@rm -f $@
+	@echo "Installing tools for packages (once, a few seconds)"
+	@$(PIP_INSTALL) --requirement $<
 	@touch $@
 
 .venv-vllm/.stamp .venv-sglang/.stamp: .venv-%/.stamp: scripts/engine_venv.py $(VENV)/.stamp-venv
