@@ -74,15 +74,18 @@ class WarmPython:
         return [*self._python(), "-m", module, *arguments]
 
     def programs(self) -> str:
-        """A folder for PATH, where `python3` is this one for all that begins with -m."""
+        """A folder for PATH, where `python3 -m MODULE` and `caldera` have imported everything."""
         folder = self._folder / "programs"
         if not folder.exists():
             folder.mkdir()
             warm = shlex.join(self._python())
-            (folder / "python3").write_text(
-                f'#!/bin/sh\n[ "$1" = -m ] && exec {warm} "$@"\nexec {sys.executable} "$@"\n'
-            )
-            (folder / "python3").chmod(0o700)
+            programs = {
+                "python3": f'[ "$1" = -m ] && exec {warm} "$@"\nexec {sys.executable} "$@"\n',
+                "caldera": f'exec {warm} -m caldera.cli "$@"\n',
+            }
+            for name, script in programs.items():
+                (folder / name).write_text(f"#!/bin/sh\n{script}")
+                (folder / name).chmod(0o700)
         return str(folder)
 
     def _python(self) -> list[str]:

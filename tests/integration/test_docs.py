@@ -51,7 +51,7 @@ TEXTS = [
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*/*.yaml"))
 PORT = "8765"
 """Of the server that pages start; on this machine somebody may have it."""
-REASONS = {"installs packages", "needs a cluster", "takes minutes"}
+REASONS = {"installs packages", "needs a cluster", "needs a GPU", "takes minutes"}
 BLOCK = re.compile(
     r"^(?:<!-- not executed: (?P<reason>.+?) -->\n+)?```bash\n(?P<script>.*?)^```$",
     re.MULTILINE | re.DOTALL,
