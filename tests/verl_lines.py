@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -206,16 +205,10 @@ def tools_of_verls(folder: Path) -> Iterator[None]:
         Sandbox(Limits(wall_seconds=10)) as sandbox,
         SandboxServer(sandbox, "127.0.0.1", 0) as server,
     ):
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
         tool = {
             "class_name": "my_tools.Interpreter",
             "config": {"type": "native", "sandbox_fusion_url": f"{server.url}/run_code"},
             "tool_schema": {"type": "function", "function": SCHEMA},
         }
         (folder / "tools.yaml").write_text(json.dumps({"tools": [tool]}))
-        try:
-            yield
-        finally:
-            server.shutdown()
-            thread.join()
+        yield

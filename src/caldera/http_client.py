@@ -113,18 +113,21 @@ class AsyncJsonClient:
         characters_shown: int = 500,
     ) -> None:
         """`connections` of an event loop; `characters_shown` of a response in messages."""
-        import httpx2
+        try:  # what huggingface-hub brings, in releases from 2 on and in those before
+            import httpx2 as httpx
+        except ModuleNotFoundError:
+            import httpx  # type: ignore[no-redef]
 
-        self._httpx, self._places = httpx2, connections
+        self._httpx, self._places = httpx, connections
         self._seconds, self._shown = seconds, characters_shown
         self._make = partial(
-            httpx2.AsyncClient,
+            httpx.AsyncClient,
             headers=headers,
-            timeout=httpx2.Timeout(None, connect=connect_seconds),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=connections),
+            timeout=httpx.Timeout(None, connect=connect_seconds),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=connections),
         )
         # Connections belong to an event loop, and a process may run one after the other.
-        self._of_loop: WeakKeyDictionary[Any, tuple[asyncio.Semaphore, httpx2.AsyncClient]]
+        self._of_loop: WeakKeyDictionary[Any, tuple[asyncio.Semaphore, httpx.AsyncClient]]
         self._of_loop = WeakKeyDictionary()
 
     async def ask(self, url: str, body: Any = None) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,11 +149,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def url(task: Path) -> Iterator[str]:
     with RetrieverServer(Index(task / "index"), "127.0.0.1", 0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
         yield server.url
-        server.shutdown()
-        thread.join()
 
 
 def overrides(task: Path, url: str, run_dir: Path) -> list[str]:

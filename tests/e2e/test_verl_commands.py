@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,20 +190,14 @@ def test_the_search_agent(lab: Lab, tmp_path: Path) -> None:
     corpus.write_text('{"id": "1", "contents": "\\"Ada\\"\\nAda 42"}\n')
     build_index([corpus], tmp_path / "index", BuildOptions())
     with RetrieverServer(Index(tmp_path / "index"), "127.0.0.1", 0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            done = bash(
-                lab, tmp_path, f"{START} {' '.join(BEFORE)} {SEARCH}",
-                f"retriever.url={server.url}", "data.max_response_length=6",
-                "data.max_obs_length=16",
-                "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4",
-                "trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path / 'run'}",
-                **variables,
-            )  # fmt: skip
-        finally:
-            server.shutdown()
-            thread.join()
+        done = bash(
+            lab, tmp_path, f"{START} {' '.join(BEFORE)} {SEARCH}",
+            f"retriever.url={server.url}", "data.max_response_length=6",
+            "data.max_obs_length=16",
+            "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4",
+            "trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path / 'run'}",
+            **variables,
+        )  # fmt: skip
     told = metrics(done)
     assert told["env/number_of_valid_search"] > 0
     assert 0 < told["state_tokens/coverage"] < 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from pathlib import Path
 
 import pytest
@@ -58,15 +57,9 @@ def test_sandbox_fusion_runs_on_a_server(tmp_path: Path) -> None:
         Sandbox(Limits(wall_seconds=5)) as sandbox,
         SandboxServer(sandbox, "127.0.0.1", 0) as server,
     ):
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            config = {"sandbox_fusion_url": f"{server.url}/run_code", "default_timeout": 1.0}
-            (tool,) = tools(tmp_path, ("verl.tools.sandbox_fusion_tools.SandboxFusionTool", config))
-            check(tool)
-        finally:
-            server.shutdown()
-            thread.join()
+        config = {"sandbox_fusion_url": f"{server.url}/run_code", "default_timeout": 1.0}
+        (tool,) = tools(tmp_path, ("verl.tools.sandbox_fusion_tools.SandboxFusionTool", config))
+        check(tool)
 
 
 def test_a_program_that_forks_without_end_is_an_outcome(tmp_path: Path) -> None:

@@ -326,11 +326,7 @@ def test_files_stay_in_the_folder(name: str, sandbox: Sandbox) -> None:
 @pytest.fixture(scope="module")
 def server() -> Iterator[SandboxServer]:
     with make_sandbox("namespaces", 2) as sandbox, SandboxServer(sandbox, "127.0.0.1", 0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_the_client_gets_what_the_sandbox_gets(server: SandboxServer) -> None:
@@ -414,8 +410,8 @@ def test_the_command_serves_and_leaves_nothing_behind(end: signal.Signals) -> No
 
 
 def test_a_port_that_cannot_be_had_is_told(server: SandboxServer) -> None:
-    with pytest.raises(ConfigError, match=f"port {server.server_address[1]}"):
-        SandboxServer(server.sandbox, "127.0.0.1", server.server_address[1])
+    with pytest.raises(ConfigError, match=f"port {server.port}"):
+        SandboxServer(server.sandbox, "127.0.0.1", server.port)
 
 
 # ---------------------------------------------------------------------- ordinary users

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -53,11 +51,7 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def served() -> Iterator[SandboxServer]:
     with Sandbox(LIMITS, slots=2) as sandbox, SandboxServer(sandbox, "127.0.0.1", 0) as served:
-        thread = threading.Thread(target=served.serve_forever, args=(0.05,))
-        thread.start()
         yield served
-        served.shutdown()
-        thread.join()
 
 
 def score(url: str, code: str) -> float:
@@ -153,7 +147,6 @@ def test_sleeping_programs_do_not_take_the_time_of_the_right_one(
     """It waits longer for its turn than a score function may take."""
     limits = replace(LIMITS, wall_seconds=1.0)
     with Sandbox(limits, slots=1) as sandbox, SandboxServer(sandbox, "127.0.0.1", 0) as served:
-        threading.Thread(target=served.serve_forever, args=(0.05,), daemon=True).start()
         monkeypatch.setattr(default, "_sandbox", lambda *given: sandbox)
         config = SandboxFusionConfig(url=served.url if where == "server" else None)
         scoring = ThreadScoring(default_score_function(config), timeout=2.5, num_workers=4)
@@ -161,13 +154,12 @@ def test_sleeping_programs_do_not_take_the_time_of_the_right_one(
         given = {"data_source": "mbpp", "ground_truth": TRUTH}
         scores = [scoring.submit(given | {"solution_str": code}, "row") for code in answers]
         wait(scores)
-        served.shutdown()
     assert [future.exception() for future in scores] == [None] * 4
     assert [future.result()["score"] for future in scores] == [0.0, 0.0, 0.0, 1.0]
 
 
 def test_what_nobody_waits_for_any_more_is_dropped_and_killed(served: SandboxServer) -> None:
-    address: Any = served.server_address[:2]
+    address = "127.0.0.1", served.port
     connections = [socket.create_connection(address) for _ in range(12)]
     for connection in connections:
         connection.sendall(request_of(SLEEPER, 60.0))
@@ -187,7 +179,7 @@ def test_an_old_client_gets_its_answer_in_one_piece(
     served: SandboxServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "SECONDS_BETWEEN_SIGNS", 0.0)
-    address: Any = served.server_address[:2]
+    address = "127.0.0.1", served.port
     for version, is_chunked in ((b"HTTP/1.0", False), (b"HTTP/1.1", True)):
         with socket.create_connection(address) as connection:
             request = request_of("print(6 * 7)", 30.0).replace(b"HTTP/1.1", version)

@@ -51,7 +51,7 @@ def test_installed_from_a_checkout(installed: Installed, tmp_path: Path) -> None
     assert install_command() == "pip install caldera"  # it is no longer there
     (folder / "constraints.txt").write_text("")
     assert install_command() == f"cd '{folder}' && pip install -c constraints.txt -e ."
-    assert install_command("serve").endswith(" && pip install -c constraints.txt -e '.[serve]'")
+    assert install_command("lora").endswith(" && pip install -c constraints.txt -e '.[lora]'")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_every_extra_that_is_asked_for_exists() -> None:
         for path in (ROOT / "src/caldera").rglob("*.py")
         for name in asked.findall(path.read_text())
     }
-    assert {"serve", "lora", "math"} <= found
+    assert {"mcp", "lora", "math"} <= found
     assert not [name for name in found if f"\n{name} = [" not in extras]
 
 

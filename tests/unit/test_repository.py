@@ -22,8 +22,6 @@ OPTIONAL_LIBRARIES = {
     "peft",
     "ray",
     "sglang",
-    "starlette",
-    "uvicorn",
     "vllm",
     "wandb",
 }

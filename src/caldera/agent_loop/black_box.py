@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import logging
 import math
-import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from caldera.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from caldera.agent_loop.output import AGENT
 from caldera.data.importing import load_object
 from caldera.data.loader import truncate
 from caldera.errors import ConfigError, RolloutError
-from caldera.installation import install_command
 from caldera.rollout import AsyncSampler
 from caldera.serving import ChatModel, Recorder, SessionServer, Trajectory, Turn
 from caldera.serving.recording import trajectories_of
-
-if TYPE_CHECKING:
-    from caldera.config import PPOTrainerConfig
+from caldera.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -135,15 +129,6 @@ class BlackBoxAgentLoop(AgentLoopBase):
             raise ConfigError(f"{where}.failure_reward={reward!r}: takes a number or null")
         _function(options.get("agent"), f"{where}.agent")
 
-    @classmethod
-    def check_run(cls, config: PPOTrainerConfig) -> None:
-        for library in ("starlette", "uvicorn"):
-            if importlib.util.find_spec(library) is None:
-                raise ConfigError(
-                    f"a black-box agent needs a server, and {library} is not installed: "
-                    f"{install_command('serve')}"
-                )
-
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         session = self.server_manager.begin_session()
         with self.server_manager.timeline.event(AGENT) as event:
@@ -160,7 +145,8 @@ class BlackBoxAgentLoop(AgentLoopBase):
         limit = asyncio.timeout(self._timeout)
         try:
             async with limit:
-                called = self._agent if is_async else _in_thread(self._agent)
+                # Each call has its own thread: agents wait for most of their time.
+                called = self._agent if is_async else partial(in_thread, self._agent)
                 returned = await called(*arguments)
                 if inspect.isawaitable(returned):  # of a function that only looks like a plain one
                     returned = await returned
@@ -231,28 +217,6 @@ def _function(given: Any, key: str) -> Callable[..., Any]:
             f"{key}={given!r}: must take (base_url, session_id, row): {error}"
         ) from error
     return function  # type: ignore[no-any-return]
-
-
-def _in_thread(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, to be awaited. Each call has its own thread, since agents wait for most
-    of their time, and one that never returns is not waited for when the process ends."""
-
-    def start(*arguments: Any) -> asyncio.Future[Any]:
-        done: Future[Any] = Future()
-        done.set_running_or_notify_cancel()
-
-        def call() -> None:
-            try:
-                done.set_result(function(*arguments))
-            except Exception as error:  # noqa: BLE001 -- raised where it is awaited
-                done.set_exception(error)
-            except SystemExit as error:  # which would end the run
-                done.set_exception(RolloutError(f"the agent called sys.exit({error.code!r})"))
-
-        threading.Thread(target=call, name="agent", daemon=True).start()
-        return asyncio.wrap_future(done)
-
-    return start
 
 
 def _read(returned: Any, names: frozenset[str]) -> Returned:

@@ -127,7 +127,6 @@ WANTED = {
     "fsspec": Wanted("fsspec"),
     "peft": Wanted("peft", "lora"),
     "math-verify": Wanted("math_verify", "math"),
-    "uvicorn": Wanted("uvicorn", "serve"),
     "datasets": Wanted("datasets", "hub"),
     "liger-kernel": Wanted("liger_kernel", "liger"),
     "ray": Wanted("ray", "ray"),

@@ -22,8 +22,7 @@ from caldera.config.machine import log_chosen
 from caldera.config.offline import GenerationConfig, GenerationDataConfig, resolve_generation
 from caldera.data.chat import Message, chat_messages
 from caldera.data.files import RowTable, read_rows
-from caldera.errors import ConfigError, DataError, UnsupportedError
-from caldera.installation import install_command
+from caldera.errors import ConfigError, DataError
 from caldera.storage import local_path
 from caldera.storage.locks import locked_folder, remove_locked
 from caldera.storage.writing import write_text_atomic, written_aside
@@ -272,13 +271,8 @@ def _answers(
     make_groups: MakeGroups | None,
 ) -> AbstractContextManager[Answers]:
     if config.rollout.url is not None:
-        try:
-            from caldera.commands.generation_samplers import ServerAnswers
-        except ModuleNotFoundError as error:
-            raise UnsupportedError(
-                f"rollout.url={config.rollout.url!r}: asking a server needs the package "
-                f"{error.name}: {install_command('serve')}"
-            ) from error
+        from caldera.commands.generation_samplers import ServerAnswers
+
         return ServerAnswers(config, questions)
     from caldera.commands.generation_samplers import Samplers
     from caldera.trainer.groups import local_groups, timeout_of

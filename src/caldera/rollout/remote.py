@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from caldera.config.samplers import SAMPLERS
-from caldera.errors import CalderaError, ConfigError, RolloutError, UnsupportedError
+from caldera.errors import CalderaError, ConfigError, RolloutError
 from caldera.http_client import AsyncJsonClient, Refused, Retries, Unavailable
-from caldera.installation import install_command
 from caldera.rollout.base import (
     ROLLOUTS,
     Completion,
@@ -62,7 +61,7 @@ class RemoteRollout(StepwiseRollout):
         if config.remote.url is None:
             raise ConfigError(f"{URL}=null: rollout.name=remote needs the address of a server")
         self._loop = asyncio.new_event_loop()
-        self._client = _client(config.remote.url, config.max_num_seqs)
+        self._client = ServerClient(config.remote.url, URL, config.max_num_seqs)
         self._gate = asyncio.Semaphore(config.max_num_seqs)
         self._model = config.remote.model
         self._numbers = itertools.count()
@@ -197,16 +196,6 @@ def _body(model: str, request: Request) -> dict[str, Any]:
         "logprobs": 0,  # of the sampled token, and of no others
         "return_token_ids": True,
     }
-
-
-def _client(url: str, connections: int) -> ServerClient:
-    try:
-        return ServerClient(url, URL, connections)
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"{URL}={url!r}: asking a server needs the package {error.name}: "
-            f"{install_command('serve')}"
-        ) from error
 
 
 # ---- Asking a remote server in OpenAI's protocol

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import select
-import time
-from http import HTTPStatus
-from typing import Any
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
 
 from rich.console import Console
 
@@ -14,15 +12,15 @@ from caldera.errors import CalderaError, DataError
 from caldera.sandbox.fusion import ANSWERS, sandbox_error
 from caldera.sandbox.limits import Limits
 from caldera.sandbox.pool import Sandbox
-from caldera.sandbox.slot import Abandoned
-from caldera.web import JsonHandler, ThreadedServer, read_object
+from caldera.sandbox.slot import IsAbandoned
+from caldera.threads import in_thread
+from caldera.web import HttpServer, Reply, Request, Stream, error_detail, json_reply, read_object
 
 # Clients take a server that is silent for too long for dead.
 SECONDS_BETWEEN_SIGNS = 10.0
-PATHS = {"detail": f"the paths are {', '.join(ANSWERS)} and /v1/ping"}
 
 
-class SandboxServer(ThreadedServer):
+class SandboxServer(HttpServer):
     """Answers `POST /run_code` and `POST /check` by `sandbox`, and `GET /v1/ping`.
 
     Programs get slots in the order of their requests. What belongs to a client that has closed its
@@ -30,76 +28,52 @@ class SandboxServer(ThreadedServer):
     """
 
     def __init__(self, sandbox: Sandbox, host: str, port: int) -> None:
-        super().__init__(host, port, _Handler)
         self.sandbox = sandbox
+        super().__init__(self._answer, host, port, show_error=error_detail)
 
     @property
     def url(self) -> str:
         return f"http://{self.address}"
 
-
-class _Handler(JsonHandler):
-    server: SandboxServer
-    _last_sign = 0.0
-    _is_streaming = False  # whether the response has begun
-
-    def get(self) -> None:
-        if self.path == "/v1/ping":
-            self.send_json(HTTPStatus.OK, "pong")
-        else:
-            self.send_json(HTTPStatus.NOT_FOUND, PATHS)
-
-    def post(self, body: bytes) -> None:
-        answer = ANSWERS.get(self.path.partition("?")[0].rstrip("/"))
-        if answer is None:
-            self.send_json(HTTPStatus.NOT_FOUND, PATHS)
-            return
-        self._last_sign = time.monotonic()
+    async def _answer(self, request: Request) -> Reply | Stream:
+        path = request.path.partition("?")[0].rstrip("/")
+        if (request.method, path) == ("GET", "/v1/ping"):
+            return json_reply("pong")
+        if request.method != "POST" or path not in ANSWERS:
+            told = f"the paths are {', '.join(ANSWERS)} and /v1/ping"
+            return json_reply(error_detail(404, told), 404)
+        gone = threading.Event()
+        work = in_thread(self._judge, path, request.body, gone.is_set)
+        replying = asyncio.ensure_future(work)
         try:
-            content = answer(read_object(body), self.server.sandbox, self._client_has_gone)
-        except Abandoned:
-            self.close_connection = True
+            await asyncio.wait({replying}, timeout=SECONDS_BETWEEN_SIGNS)
+        except asyncio.CancelledError:
+            gone.set()
+            raise
+        if replying.done():
+            return replying.result()
+        return Stream(_with_signs(replying, gone), "application/json")
+
+    def _judge(self, path: str, body: bytes, is_abandoned: IsAbandoned) -> Reply:
+        try:
+            return json_reply(ANSWERS[path](read_object(body), self.sandbox, is_abandoned))
         except DataError as error:
-            self.send_json(HTTPStatus.UNPROCESSABLE_ENTITY, {"detail": str(error)})
+            return json_reply(error_detail(422, str(error)), 422)
         except CalderaError as error:
-            self.send_json(HTTPStatus.OK, sandbox_error(str(error)))
-        else:
-            self.send_json(HTTPStatus.OK, content)
+            return json_reply(sandbox_error(str(error)))
 
-    def _client_has_gone(self) -> bool:
-        """Asked again and again while the program waits or runs; gives signs of life as well."""
-        poll = select.poll()
-        poll.register(self.connection, select.POLLRDHUP)
-        if poll.poll(0):
-            return True
-        try:
-            self._give_sign()
-        except OSError:
-            return True
-        return False
 
-    def _give_sign(self) -> None:
-        """A blank before the JSON: a client's timeout ends a silence, not a wait in the queue."""
-        is_due = time.monotonic() - self._last_sign >= SECONDS_BETWEEN_SIGNS
-        if not is_due or self.request_version == "HTTP/1.0":  # which knows no chunks
-            return
-        if not self._is_streaming:
-            self._is_streaming = True
-            self.send_headers(HTTPStatus.OK, "Transfer-Encoding", "chunked")
-        self._send_chunk(b" ")
-        self._last_sign = time.monotonic()
-
-    def send_json(self, status: HTTPStatus, content: Any) -> None:
-        if not self._is_streaming:
-            super().send_json(status, content)
-            return
-        self._is_streaming = False
-        self._send_chunk(json.dumps(content).encode())
-        self._send_chunk(b"")
-
-    def _send_chunk(self, content: bytes) -> None:
-        self.wfile.write(b"%x\r\n%b\r\n" % (len(content), content))
-        self.wfile.flush()
+async def _with_signs(
+    replying: asyncio.Future[Reply], gone: threading.Event
+) -> AsyncGenerator[bytes, None]:
+    """Blanks before the JSON: a client's timeout ends a silence, not a wait in the queue."""
+    try:
+        while not replying.done():
+            yield b" "
+            await asyncio.wait({replying}, timeout=SECONDS_BETWEEN_SIGNS)
+        yield replying.result().body
+    finally:
+        gone.set()
 
 
 def serve(host: str, port: int, slots: int, limits: Limits, allow_unsafe: bool) -> None:
@@ -118,6 +92,6 @@ def serve(host: str, port: int, slots: int, limits: Limits, allow_unsafe: bool) 
         if sandbox.isolation == "none":
             console.print("[bold red]Programs can read this machine's files.[/]")
         try:
-            server.serve_forever()
+            threading.Event().wait()
         except KeyboardInterrupt:
             console.print("ended")

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-CONTENT_TYPE = "text/plain; version=0.0.4"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FAILED = 500
 """The status of a request that the sampler has failed."""
 

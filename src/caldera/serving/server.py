@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import caldera.tools.formats  # noqa: F401 -- registers them
-from caldera import web
 from caldera.errors import CalderaError, ConfigError, DataError, RolloutError
 from caldera.rollout import AsyncSampler, Completion, Piece
 from caldera.rollout import Request as Sample
@@ -33,14 +32,6 @@ from caldera.seeds import derive_seed
 from caldera.serving.answering import Answer, StreamingText
 from caldera.serving.chat_model import ChatModel
 from caldera.serving.conversations import Chat, ChatPrompts, Sampled, read_chat, template_messages
-from caldera.serving.http_server import (
-    HttpServer,
-    Reply,
-    Request,
-    Stream,
-    error_reply,
-    json_reply,
-)
 from caldera.serving.metrics import CONTENT_TYPE, FAILED, ServerMetrics
 from caldera.serving.reading import (
     CHAT,
@@ -54,6 +45,15 @@ from caldera.serving.reading import (
 )
 from caldera.serving.recording import Recorder, Trajectory, Turn
 from caldera.tools.formats import TOOL_PARSERS
+from caldera.web import (
+    HttpServer,
+    Reply,
+    Request,
+    Stream,
+    error_content,
+    error_reply,
+    json_reply,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class Jobs:
                 raise
             logger.exception("POST %s failed in the midst of its stream", job.answer.asked.path)
             status = FAILED
-            yield _event(web.error_content(status, f"{type(error).__name__}: {error}"))
+            yield _event(error_content(status, f"{type(error).__name__}: {error}"))
         finally:
             if has_begun:
                 self._metrics.running.add(-1)
@@ -241,7 +241,7 @@ def failure(error: CalderaError) -> tuple[int, dict[str, Any]]:
     else:
         status = 503 if isinstance(error, Unavailable) else FAILED
     field = error.name if isinstance(error, BadField) else None
-    return status, web.error_content(status, str(error), field)
+    return status, error_content(status, str(error), field)
 
 
 async def chained(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

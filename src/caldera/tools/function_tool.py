@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
 from caldera.errors import ConfigError
+from caldera.threads import in_thread
 from caldera.tools.base import BaseTool, ToolLimits, ToolResponse
-from caldera.tools.running import in_thread
 from caldera.tools.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema
 
 Function = TypeVar("Function", bound=Callable[..., Any])

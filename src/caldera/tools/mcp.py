@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from caldera.errors import ConfigError
 from caldera.installation import install_command
+from caldera.threads import in_thread
 from caldera.tools.base import BaseTool, ShippedTool, ToolResponse
-from caldera.tools.running import in_thread
 from caldera.tools.schemas import OpenAIFunctionToolSchema
 
 if TYPE_CHECKING:

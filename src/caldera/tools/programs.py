@@ -13,8 +13,8 @@ from typing import Any
 
 from caldera.errors import ConfigError
 from caldera.sandbox import Limits, Outcome, Sandbox, SandboxFusionClient
+from caldera.threads import in_thread
 from caldera.tools.base import ShippedTool, ToolLimits, ToolResponse, require_positive
-from caldera.tools.running import in_thread
 from caldera.tools.schemas import OpenAIFunctionToolSchema
 
 NOTHING_PRINTED = "no stdout here"

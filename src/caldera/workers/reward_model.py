@@ -31,12 +31,12 @@ from caldera.models.loading import (
     is_language_model,
 )
 from caldera.protocol import DataProto, tensors_of
-from caldera.serving.http_server import own_address
 from caldera.single_controller import (
     Dispatch,
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from caldera.web import own_address
 from caldera.workers.building import (
     WORKERS,
     build_engine,

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import http.client
 import logging
-import threading
 import time
 import urllib.parse
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from caldera.errors import ConfigError
-from caldera.serving.http_server import HttpServer, Reply, Request, error_reply
+from caldera.threads import in_thread
+from caldera.web import HttpServer, Reply, Request, error_reply
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class Router:
         backend.in_flight += 1
         try:
             async with self._free:
-                reply = await asyncio.wrap_future(_forward_in_thread(backend.url, request))
+                reply = await in_thread(_forward, backend.url, request)
         except (OSError, http.client.HTTPException) as error:
             reply = error_reply(502, f"{backend}: {str(error) or type(error).__name__}")
         finally:
@@ -89,21 +88,6 @@ def parse_address(address: str) -> urllib.parse.SplitResult:
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError(f"{address!r} is not the address of an HTTP server")
     return url
-
-
-def _forward_in_thread(url: urllib.parse.SplitResult, request: Request) -> Future[Reply]:
-    """In a daemon thread: those of an executor would keep the process from ending."""
-    answered: Future[Reply] = Future()
-    answered.set_running_or_notify_cancel()
-
-    def work() -> None:
-        try:
-            answered.set_result(_forward(url, request))
-        except BaseException as error:  # noqa: BLE001 -- the future tells of it
-            answered.set_exception(error)
-
-    threading.Thread(target=work, name="router", daemon=True).start()
-    return answered
 
 
 def _forward(url: urllib.parse.SplitResult, request: Request) -> Reply:

@@ -23,8 +23,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from caldera.errors import CalderaError, DataError
-from caldera.serving.http_server import HttpServer, Reply, Request, error_reply, json_reply
-from caldera.web import read_object
+from caldera.web import HttpServer, Reply, Request, error_reply, json_reply, read_object
 
 # ---- Dynamic batching: whatever waits while the model computes is computed next, together
 

@@ -7,7 +7,7 @@ from typing import Any
 from caldera.cli import sandbox_parser
 from caldera.config.serve import ServerConfig
 from caldera.search_agent.retriever.command import parser
-from caldera.serving.http_server import own_address
+from caldera.web import own_address
 
 LOOPBACK = "127.0.0.1"
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
 
 import pytest
@@ -24,8 +23,7 @@ from caldera import web
 from caldera.sandbox import Limits, Sandbox
 from caldera.sandbox.server import SandboxServer
 from caldera.search_agent.retriever import BuildOptions, Index, RetrieverServer, build_index
-from caldera.serving.http_server import HttpServer, Reply, Request
-from caldera.web import JsonHandler, ThreadedServer
+from caldera.web import HttpServer, Reply, Request
 from caldera.workers.reward_router import Router
 from caldera.workers.reward_server import RewardServer, ServedModel
 
@@ -147,15 +145,6 @@ def read_reply(client: socket.socket, start: bytes = b"") -> bytes:
         reply += more
 
 
-def serve_threads(stack: ExitStack, server: ThreadedServer) -> tuple[str, int]:
-    stack.enter_context(server)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    stack.callback(thread.join)
-    stack.callback(server.shutdown)
-    return "127.0.0.1", server.server_address[1]
-
-
 def parts(address: str) -> tuple[str, int]:
     host, port = address.split(":")
     return host, int(port)
@@ -177,14 +166,14 @@ def services(served: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         stack.callback(reward.close)
         router = Router("127.0.0.1", [reward.address])
         stack.callback(router.close)
-        retriever = RetrieverServer(Index(folder / "index"), "127.0.0.1", 0)
+        retriever = stack.enter_context(RetrieverServer(Index(folder / "index"), "127.0.0.1", 0))
         sandbox = stack.enter_context(
             Sandbox(Limits(wall_seconds=20, memory_mb=256), slots=1, allow_unsafe=True)
         )
-        run = serve_threads(stack, SandboxServer(sandbox, "127.0.0.1", 0))
+        run = parts(stack.enter_context(SandboxServer(sandbox, "127.0.0.1", 0)).address)
         addresses = {
             "chat": chat, "text": chat, "classify": parts(reward.address),
-            "router": parts(router.address), "retriever": serve_threads(stack, retriever),
+            "router": parts(router.address), "retriever": parts(retriever.address),
             "run": run, "check": run,
         }  # fmt: skip
         yield {name: Service(addresses[name], *REQUESTS[name]) for name in REQUESTS}
@@ -368,13 +357,10 @@ def test_chunks_that_are_too_many_are_refused(
     assert reply.split()[1] == b"413"
 
 
-@pytest.mark.parametrize("kind", ["threads", "events"])
-def test_a_client_that_does_not_take_its_answer_is_dropped(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_does_not_take_its_answer_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web, "SECONDS_TO_TAKE_ANSWER", 0.5)
     size = 2**26
-    with serving(kind, size) as address, socket.create_connection(address, timeout=60) as client:
+    with serving(size) as address, socket.create_connection(address, timeout=60) as client:
         client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
         client.recv(1)
         time.sleep(2.0)  # nothing is read
@@ -385,12 +371,10 @@ def test_a_client_that_does_not_take_its_answer_is_dropped(
 # ---------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("kind", ["threads", "events"])
-def test_memory_goes_back_after_large_answers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_goes_back_after_large_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed = threading.Event()
-    for module in ("caldera.web", "caldera.serving.patient_protocol"):
-        monkeypatch.setattr(f"{module}.trim_heap", trimmed.set)
-    with serving(kind, 2**24) as address:
+    monkeypatch.setattr("caldera.web.trim_heap", trimmed.set)
+    with serving(2**24) as address:
         small = Service(address, "/", {})
         assert small.send(small.head("Content-Length: 0", "Connection: close"))
         assert trimmed.wait(60)
@@ -414,21 +398,12 @@ def test_the_heap_shrinks() -> None:
 
 
 @contextmanager
-def serving(kind: str, size: int) -> Iterator[tuple[str, int]]:
+def serving(size: int) -> Iterator[tuple[str, int]]:
     """A server whose answers have that many bytes."""
     answer = json.dumps("x" * size).encode()
-
-    class Large(JsonHandler):
-        def post(self, body: bytes) -> None:
-            self.send_json(HTTPStatus.OK, "x" * size)
 
     async def handle(request: Request) -> Reply:
         return Reply(200, answer)
 
-    with ExitStack() as stack:
-        if kind == "threads":
-            yield serve_threads(stack, ThreadedServer("127.0.0.1", 0, Large))
-        else:
-            server = HttpServer(handle, "127.0.0.1")
-            stack.callback(server.close)
-            yield parts(server.address)
+    with HttpServer(handle, "127.0.0.1") as server:
+        yield parts(server.address)

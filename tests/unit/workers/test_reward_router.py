@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from caldera.errors import ConfigError
-from caldera.serving.http_server import HttpServer, Reply, Request, error_reply, json_reply
+from caldera.web import HttpServer, Reply, Request, error_reply, json_reply
 from caldera.workers import reward_router
 from caldera.workers.reward_router import Router
 
@@ -153,9 +152,3 @@ def test_an_address_that_is_none() -> None:
 def test_an_address_of_another_machine() -> None:
     with pytest.raises(ConfigError, match=r"^cannot listen on 192\.0\.2\.1: "):
         Router("192.0.2.1")
-
-
-def test_without_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(ConfigError, match=r"needs uvicorn, .*install .*\[serve\]'$"):
-        Router("127.0.0.1")

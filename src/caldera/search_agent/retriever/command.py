@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ def _serve(options: argparse.Namespace) -> None:
             "Ctrl-C ends it."
         )
         try:
-            server.serve_forever()
+            threading.Event().wait()
         except KeyboardInterrupt:
             _say("ended")
 

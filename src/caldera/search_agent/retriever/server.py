@@ -8,12 +8,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
 
 from caldera.errors import ConfigError, DataError
 from caldera.search_agent.retriever.index import Hit, Index
-from caldera.web import JsonHandler, ThreadedServer, read_object
+from caldera.threads import in_thread
+from caldera.web import HttpServer, Reply, Request, error_detail, json_reply, read_object
 
 Key = tuple[str, int]
 Waiting = tuple[Key, "Future[list[Hit]]"]
@@ -112,7 +112,6 @@ class BatchedSearch:
 
 
 MAX_REQUEST_BYTES = 8 * 2**20
-SECONDS_BETWEEN_REQUESTS = 600.0  # clients keep their connections
 MOST_PASSAGES = 1000
 """For one query."""
 MAX_PASSAGES = 32_768
@@ -124,8 +123,8 @@ class TooMuch(DataError):
     """An answer that would be too large."""
 
 
-class RetrieverServer(ThreadedServer):
-    """Answers from an index until it is shut down."""
+class RetrieverServer(HttpServer):
+    """Answers from an index until it is closed."""
 
     def __init__(
         self,
@@ -146,23 +145,47 @@ class RetrieverServer(ThreadedServer):
             raise ConfigError(f"--max-passages={max_passages} must be at least --topk={topk}")
         if max_answer_mb < 1:
             raise ConfigError(f"--max-answer-mb={max_answer_mb} must be at least 1")
-        super().__init__(host, port, _Handler)
         self.index = index
         self.topk = topk
         self._max_passages = max_passages
         self._max_answer_bytes = max_answer_mb * 2**20
         self.search = BatchedSearch(index, cache_size)
 
+        async def handle(request: Request) -> Reply:
+            return await in_thread(self._answer, request)
+
+        try:
+            super().__init__(
+                handle, host, port, most_bytes=MAX_REQUEST_BYTES, show_error=error_detail
+            )
+        except ConfigError:
+            self.search.close()
+            raise
+
     @property
     def url(self) -> str:
         return f"http://{self.address}/retrieve"
 
-    def server_close(self) -> None:
-        super().server_close()
-        if hasattr(self, "search"):  # not if the port was taken
-            self.search.close()
+    def close(self) -> None:
+        super().close()
+        self.search.close()
 
-    def answer(self, asked: Asked) -> dict[str, Any]:
+    def _answer(self, request: Request) -> Reply:
+        if (request.method, request.path) == ("GET", "/health"):
+            note = {"method": self.index.method, "passages": len(self.index.passages)}
+            return json_reply(note | {"cache_hits": self.search.cache_hits})
+        if request.method != "POST" or request.path.rstrip("/") != "/retrieve":
+            return json_reply(error_detail(404, PATHS), 404)
+        try:
+            asked = _read(request.body, self.topk)
+        except DataError as error:
+            return json_reply(error_detail(422, str(error)), 422)
+        try:
+            return json_reply(self._found(asked))
+        except TooMuch as error:
+            return json_reply(error_detail(422, str(error)), 422)
+
+    def _found(self, asked: Asked) -> dict[str, Any]:
         """The response's body. Raises TooMuch."""
         wanted = len(asked.queries) * asked.topk
         if wanted > self._max_passages:
@@ -208,38 +231,3 @@ def _read(body: bytes, topk: int) -> Asked:
     if not isinstance(with_scores, bool):
         raise DataError("'return_scores' must be true or false")
     return Asked(queries, topk, with_scores)
-
-
-class _Handler(JsonHandler):
-    server: RetrieverServer
-    seconds_between_requests = SECONDS_BETWEEN_REQUESTS
-
-    def most_bytes(self) -> int:
-        return MAX_REQUEST_BYTES
-
-    def get(self) -> None:
-        if self.path != "/health":
-            self.send_json(HTTPStatus.NOT_FOUND, {"detail": PATHS})
-            return
-        server = self.server
-        note = {"method": server.index.method, "passages": len(server.index.passages)}
-        self.send_json(HTTPStatus.OK, note | {"cache_hits": server.search.cache_hits})
-
-    def post(self, body: bytes) -> None:
-        if self.path.rstrip("/") != "/retrieve":
-            self.send_json(HTTPStatus.NOT_FOUND, {"detail": PATHS})
-            return
-        try:
-            asked = _read(body, self.server.topk)
-        except DataError as error:
-            self._refuse_request(error)
-            return
-        try:
-            content = self.server.answer(asked)
-        except TooMuch as error:
-            self._refuse_request(error)
-            return
-        self.send_json(HTTPStatus.OK, content)
-
-    def _refuse_request(self, error: DataError) -> None:
-        self.send_json(HTTPStatus.UNPROCESSABLE_ENTITY, {"detail": str(error)})
