@@ -1,7 +1,8 @@
 """What the documentation says is so: its commands run, its names exist, its links lead somewhere.
 
-Commands are the fenced `bash` blocks. Those of a page run in order, in one folder, which starts as
-`make demo` leaves it. A block that cannot run here stands after `<!-- not executed: REASON -->`.
+Commands are the fenced `bash` and `python` blocks. Those of a page run in order, in one folder,
+which starts as `make demo` leaves it; Python blocks that follow each other are one program. A block
+that cannot run here stands after `<!-- not executed: REASON -->`.
 """
 
 from __future__ import annotations
@@ -51,9 +52,13 @@ TEXTS = [
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*/*.yaml"))
 PORT = "8765"
 """Of the server that pages start; on this machine somebody may have it."""
-REASONS = {"installs packages", "needs a cluster", "needs a GPU", "takes minutes"}
+REASONS = {
+    "a fragment", "installs packages", "needs a cluster", "needs a GPU", "runs until it is stopped",
+    "takes minutes",
+}  # fmt: skip
 BLOCK = re.compile(
-    r"^(?:<!-- not executed: (?P<reason>.+?) -->\n+)?```bash\n(?P<script>.*?)^```$",
+    r"^(?:<!-- not executed: (?P<reason>.+?) -->\n+)?```(?P<language>bash|python)\n"
+    r"(?P<script>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -105,6 +110,31 @@ def run_script(script: str, folder: Path, warm: WarmPython | None = None) -> Non
     assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
 
 
+def run_block(script: str, language: str, folder: Path, warm: WarmPython | None) -> None:
+    if language == "python":
+        (folder / "snippet.py").write_text(script, encoding="utf-8")
+        python = warm.command("snippet") if warm else [sys.executable, "snippet.py"]
+        script = shlex.join(python)
+    run_script(script.replace(PORT, str(free_port())), folder, warm)
+
+
+def executed(page: Path) -> Iterator[tuple[str, str]]:
+    """Scripts and their language, in order."""
+    waiting = ""
+    for block in blocks(page):
+        if block["reason"]:
+            continue
+        if block["language"] == "python":
+            waiting += block["script"]
+            continue
+        if waiting:
+            yield waiting, "python"
+        waiting = ""
+        yield block["script"], "bash"
+    if waiting:
+        yield waiting, "python"
+
+
 @pytest.fixture(scope="module")
 def after_make_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as `make demo` leaves it, but for the number of steps."""
@@ -126,10 +156,8 @@ def test_the_commands_of_a_page_run(
 ) -> None:
     """Those of the first page as they are, so that the installed `caldera` is among them."""
     shutil.copytree(after_make_demo, tmp_path, dirs_exist_ok=True)
-    for block in blocks(page):
-        if not block["reason"]:
-            script = block["script"].replace(PORT, str(free_port()))
-            run_script(script, tmp_path, None if page == PAGES[0] else warm)
+    for script, language in executed(page):
+        run_block(script, language, tmp_path, None if page == PAGES[0] else warm)
     assert logged_names(tmp_path)
     undocumented = [n for n in logged_names(tmp_path) if not is_documented_metric(n)]
     assert undocumented == [], "these metrics are not in docs/metrics.md"
@@ -151,7 +179,7 @@ def test_what_is_not_executed_has_a_reason(page: Path) -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
     text = page.read_text(encoding="utf-8")
     assert text.count("<!-- not executed:") == sum(bool(block["reason"]) for block in blocks(page))
-    assert text.count("```bash") == len(blocks(page))
+    assert text.count("```bash") + text.count("```python") == len(blocks(page))
     for block in blocks(page):
         assert block["reason"] is None or block["reason"] in REASONS
         called = re.findall(r"^make ([a-z0-9-]+)", block["script"], re.MULTILINE)
