@@ -87,6 +87,9 @@ class FSDPConfig(ConfigGroup):
     """Keep parameters in host memory between phases (on a GPU)."""
     optimizer_offload: bool = False
     """Keep the optimiser's state in host memory between updates (on a GPU)."""
+    grad_offload: bool = refused(
+        False, "gradients are freed after every update; leave the key out", met=(True,)
+    )
     offload_policy: bool = False
     """fsdp2: parameters, gradients and optimiser live in host memory, and steps are taken there."""
     reshard_after_forward: bool = True

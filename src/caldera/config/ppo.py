@@ -79,9 +79,10 @@ class PPOTrainerConfig(ConfigGroup):
     """Keys for custom code, such as custom.my_threshold=0.5: trainers and agent loops read
     `config.custom`, data sets `config.custom` of theirs, score functions and reward managers a
     parameter named `custom`."""
-    do_search: bool = False
+    do_search: bool | None = None
     """Sample by search_agent, with Search-R1's keys; rollout.response_length is then that of all
-    turns together."""
+    turns together. null: where retriever.url is set, and data.max_start_length or
+    actor_rollout_ref.actor.state_masking."""
     max_turns: int = option(1, minimum=1, unit="turns")
     """search_agent: turns in which the policy may search; one more follows, for the answer."""
     retriever: RetrieverConfig = nested(RetrieverConfig)
@@ -95,8 +96,12 @@ DEFAULT_LOOP = "single_turn_agent"
 
 def check_search(config: PPOTrainerConfig) -> None:
     """With `do_search` the rows go to the search agent, and a response has room for all turns."""
+    unused = _unused(config)
+    if config.do_search is None:
+        config.do_search = bool(config.retriever.url and unused)
     if not config.do_search:
-        _check_unused(config)
+        for key, value in unused.items():
+            raise ConfigError(f"{key}={shown(value)} needs do_search=True")
         return
     _check_needs(config)
     data, rollout = config.data, config.actor_rollout_ref.rollout
@@ -129,11 +134,10 @@ def _check_needs(config: PPOTrainerConfig) -> None:
         )
 
 
-def _check_unused(config: PPOTrainerConfig) -> None:
-    """Keys that nothing would read."""
-    for key, value in {
+def _unused(config: PPOTrainerConfig) -> dict[str, int | bool]:
+    """Keys that are set, and that nothing would read without `do_search`."""
+    keys = {
         "data.max_start_length": config.data.max_start_length,
         "actor_rollout_ref.actor.state_masking": config.actor_rollout_ref.actor.state_masking,
-    }.items():
-        if value:
-            raise ConfigError(f"{key}={shown(value)} needs do_search=True")
+    }
+    return {key: value for key, value in keys.items() if value}

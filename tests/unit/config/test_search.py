@@ -29,6 +29,17 @@ def test_a_response_has_room_for_all_turns(load: Load) -> None:
     assert (rollout.prompt_length, config.data.max_prompt_length) == (20, 20)
 
 
+@pytest.mark.parametrize("key", ["data.max_start_length=20", SEARCH[3]])
+def test_a_retriever_with_search_r1s_keys_asks_for_searches(load: Load, key: str) -> None:
+    loop = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    masked = SEARCH[3]
+    config = load(SEARCH[2], masked, key)
+    assert config.actor_rollout_ref.rollout.agent.default_agent_loop == "search_agent"
+    with pytest.raises(ConfigError, match="needs do_search=True"):
+        load("do_search=false", SEARCH[2], key)
+    assert load(SEARCH[2], f"{loop}=single_turn_agent").do_search is False
+
+
 def test_a_response_length_that_was_given_stays(load: Load) -> None:
     config = load(*SEARCH, "actor_rollout_ref.rollout.response_length=30")
     assert config.actor_rollout_ref.rollout.response_length == 30
