@@ -95,8 +95,31 @@ def test_slurm(tmp_path: Path) -> None:
     assert (trainer.worker_group, trainer.total_epochs) == ("ray", 3)
 
 
-def test_kubernetes(tmp_path: Path) -> None:
-    job: dict[str, Any] = yaml.safe_load((EXAMPLES / "kuberay/rayjob.yaml").read_text())
+def check_container(pod: dict[str, Any]) -> dict[str, Any]:
+    """The one container of a pod, which mounts every volume."""
+    container: dict[str, Any]
+    (container,) = pod["containers"]
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert container["image"] == "registry.example.com/caldera:cuda"
+    return container
+
+
+def test_kubernetes_on_one_machine(tmp_path: Path) -> None:
+    job: dict[str, Any] = yaml.safe_load((EXAMPLES / "kubernetes/job.yaml").read_text())
+    assert job["metadata"]["name"] == "caldera"  # by which docs/cluster.md finds the log
+    container = check_container(job["spec"]["template"]["spec"])
+    assert "command" not in container  # the image starts `caldera`
+    trainer = run_config(["caldera", *container["args"]], tmp_path).trainer
+    assert trainer.n_gpus_per_node == int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert (trainer.nnodes, trainer.device, trainer.resume_mode) == (1, "cuda", "auto")
+    (shared,) = (m for m in container["volumeMounts"] if m["name"] == "shared")
+    assert trainer.default_local_dir.startswith(shared["mountPath"])
+
+
+def test_kubernetes_on_several_machines(tmp_path: Path) -> None:
+    job: dict[str, Any] = yaml.safe_load((EXAMPLES / "kubernetes/rayjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert job["metadata"]["name"] == "caldera"  # by which docs/cluster.md finds the log
     spec = job["spec"]
@@ -111,13 +134,7 @@ def test_kubernetes(tmp_path: Path) -> None:
     containers = []
     for group in (cluster["headGroupSpec"], workers):
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
-        pod = group["template"]["spec"]
-        (container,) = pod["containers"]
-        containers.append(container)
-        mounted = {mount["name"] for mount in container["volumeMounts"]}
-        assert mounted == {volume["name"] for volume in pod["volumes"]}
-        assert container["resources"]["requests"] == container["resources"]["limits"]
-    assert containers[0]["image"] == containers[1]["image"]
+        containers.append(check_container(group["template"]["spec"]))
     config = run_config(shlex.split(spec["entrypoint"]), tmp_path)
     trainer, gpus = config.trainer, containers[1]["resources"]["limits"]["nvidia.com/gpu"]
     assert (trainer.nnodes, trainer.n_gpus_per_node) == (workers["replicas"], int(gpus))
@@ -125,6 +142,6 @@ def test_kubernetes(tmp_path: Path) -> None:
 
 
 def test_the_ray_of_the_example_is_the_one_that_is_tested() -> None:
-    job = yaml.safe_load((EXAMPLES / "kuberay/rayjob.yaml").read_text())
+    job = yaml.safe_load((EXAMPLES / "kubernetes/rayjob.yaml").read_text())
     pins = (EXAMPLES.parents[1] / "constraints.txt").read_text().splitlines()
     assert f"ray=={job['spec']['rayClusterSpec']['rayVersion']}" in pins

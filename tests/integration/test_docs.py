@@ -53,8 +53,8 @@ EXAMPLES = sorted((REPOSITORY / "examples").glob("*/*.yaml"))
 PORT = "8765"
 """Of the server that pages start; on this machine somebody may have it."""
 REASONS = {
-    "a fragment", "installs packages", "needs a cluster", "needs a GPU", "runs until it is stopped",
-    "takes minutes",
+    "a fragment", "installs packages", "needs a cluster", "needs a GPU", "needs Docker",
+    "runs until it is stopped", "takes minutes",
 }  # fmt: skip
 BLOCK = re.compile(
     r"^(?:<!-- not executed: (?P<reason>.+?) -->\n+)?```(?P<language>bash|python)\n"
