@@ -20,7 +20,7 @@ from caldera.config import uses_ray
 from caldera.config.fields import shown, walk
 from caldera.config.machine import log_chosen
 from caldera.config.offline import GenerationConfig, GenerationDataConfig, resolve_generation
-from caldera.data.chat import Message, chat_messages
+from caldera.data.chat import Message, prompt_messages
 from caldera.data.files import RowTable, read_rows
 from caldera.errors import ConfigError, DataError
 from caldera.storage import local_path
@@ -68,7 +68,7 @@ def read_questions(config: GenerationDataConfig) -> Questions:
             "replace: rename it or leave it out"
         )
     prompts = [
-        chat_messages(row[config.prompt_key], f"{config.prompt_key!r} in {rows.where(number)}")
+        prompt_messages(row[config.prompt_key], f"{config.prompt_key!r} in {rows.where(number)}")
         for number, row in enumerate(rows.rows)
     ]
     path = Path(local_path(given, "data.path")).expanduser()

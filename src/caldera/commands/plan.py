@@ -68,7 +68,6 @@ def _config(overrides: list[str], name: str, path: str | None) -> PPOTrainerConf
     """As a run would have it, but for its data, which nobody reads."""
     config = compose_config(overrides, name, path, PPOTrainerConfig)
     config.data.train_files = config.data.train_files or UNNAMED
-    config.data.val_files = config.data.val_files or UNNAMED
     check_values(config)
     check_consistency(config)
     return config

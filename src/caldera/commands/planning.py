@@ -23,6 +23,7 @@ from caldera.config import (
     needs_reference,
     resolve_for_machine,
 )
+from caldera.config.batches import choose_batch_sizes
 from caldera.config.strategies import model_parallel_size, roles, sequence_parallel_size
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.models.loading import DTYPES, shape_of_classifier, shape_of_policy
@@ -95,6 +96,7 @@ def step_batches(config: PPOTrainerConfig) -> StepBatches:
     """The numbers of a config whose checks have passed."""
     parts, prompts = config.actor_rollout_ref, config.data.train_batch_size
     actor, rollout = parts.actor, parts.rollout
+    assert prompts is not None and actor.ppo_mini_batch_size is not None, "they are chosen before"
     ranks = (config.trainer.n_gpus_per_node or 1) * config.trainer.nnodes
     copies = max(1, ranks // model_parallel_size(actor))
     rows = prompts * rollout.n // copies
@@ -233,6 +235,7 @@ def make_plan(config: PPOTrainerConfig, memory: int) -> Plan:
     own = reward.n_gpus_per_node if reward.has_worker and reward.enable_resource_pool else 0
     resolve_for_machine(config, trainer.n_gpus_per_node + own)
     _check_planned(config)
+    choose_batch_sizes(config, None)
     batches = step_batches(config)
     held = _held_roles(config, batches.ranks)
     sampler = _sampler(config, held["actor"].shape, batches)
@@ -397,6 +400,7 @@ def _computing(
         critic, size = config.critic, config.critic.forward_micro_batch_size_per_gpu
         cut = forward_cut(config, critic, rows, size)
         found["values"] = ("critic", inference(held["critic"], cut.largest))
+        assert critic.ppo_mini_batch_size is not None, "it is chosen before"
         mini = critic.ppo_mini_batch_size * batches.n // batches.copies
         cut = update_cut(config, critic, mini)
         found["critic update"] = ("critic", training(held["critic"], cut.largest))

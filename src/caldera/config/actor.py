@@ -62,8 +62,9 @@ class ActorConfig(ConfigGroup):
     """Training engine. In one process fsdp and fsdp2 are `local`: there is nothing to shard."""
     rollout_n: int = II("actor_rollout_ref.rollout.n")
     """Follows rollout.n, which is the place to set it."""
-    ppo_mini_batch_size: int = option(256, minimum=1, unit="prompts")
-    """Prompts per optimiser step; each brings rollout.n samples."""
+    ppo_mini_batch_size: int | None = option(None, minimum=1, unit="prompts")
+    """Prompts per optimiser step; each brings rollout.n samples. null: 256 where that divides
+    data.train_batch_size, else the whole batch."""
     ppo_micro_batch_size: int | None = option(None, minimum=1, unit="samples")
     """Deprecated: samples per pass over all devices; replaced by ppo_micro_batch_size_per_gpu."""
     ppo_micro_batch_size_per_gpu: int | None = option(None, minimum=1, unit="samples")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
+from caldera.config.actor import ActorConfig
+from caldera.config.critic import CriticConfig
 from caldera.config.estimators import needs_critic, needs_reference
 from caldera.config.ppo import PPOTrainerConfig
 from caldera.config.samplers import check_sampling_devices
@@ -50,6 +53,51 @@ class MicroBatches:
         return tokens
 
 
+BATCH, MINI_BATCH = 1024, 256
+"""Prompts of a training step and of an optimiser step, where no key gives them."""
+
+
+def choose_batch_sizes(config: PPOTrainerConfig, rows: int | None) -> list[str]:
+    """Fill in the prompts of a step and of an optimiser step, for a data set of so many rows (None:
+    enough); returns what was chosen."""
+    data, n = config.data, config.actor_rollout_ref.rollout.n
+    roles: dict[str, ActorConfig | CriticConfig] = {ACTOR: config.actor_rollout_ref.actor}
+    if needs_critic(config):
+        roles["critic"] = config.critic
+    shares = [_copies(config, role) for role in roles.values()]
+    unit = math.lcm(*(copies // math.gcd(copies, n) for copies in shares))  # of prompts
+    chosen = []
+    if data.train_batch_size is None:
+        most = BATCH if rows is None else min(BATCH, rows)
+        given = [role.ppo_mini_batch_size for role in roles.values()]
+        unit = math.lcm(unit, *(size for size in given if size is not None))
+        if None in given and most >= math.lcm(unit, MINI_BATCH):
+            unit = math.lcm(unit, MINI_BATCH)
+        data.train_batch_size = most // unit * unit
+        if data.train_batch_size == 0:
+            raise ConfigError(
+                f"data.train_batch_size=null: the data set has {rows} rows, and a batch that can "
+                f"be cut into mini-batches and shared by the devices has a multiple of {unit}"
+            )
+        chosen.append(f"data.train_batch_size={data.train_batch_size}")
+    batch = data.train_batch_size
+    for name, role in roles.items():
+        if role.ppo_mini_batch_size is None:
+            fits = batch % MINI_BATCH == 0 and MINI_BATCH * n % _copies(config, role) == 0
+            role.ppo_mini_batch_size = MINI_BATCH if fits else batch
+            chosen.append(f"{name}.ppo_mini_batch_size={role.ppo_mini_batch_size}")
+    return chosen
+
+
+def settle_batch_sizes(config: PPOTrainerConfig, rows: int) -> list[str]:
+    """Fill in the sizes for a data set of so many rows; returns what was chosen. Raises where the
+    batch cannot be cut so."""
+    chosen = choose_batch_sizes(config, rows)
+    _check_mini_batches(config)
+    check_devices(config)
+    return chosen
+
+
 def check_batches(config: PPOTrainerConfig) -> None:
     """Prompts, samples and tokens can be cut as the config says."""
     parts = _micro_batches(config)
@@ -59,6 +107,8 @@ def check_batches(config: PPOTrainerConfig) -> None:
         if getattr(part.node, part.dynamic_key) is None:
             sizes = [other.size for other in parts if other.node is part.node]
             setattr(part.node, part.dynamic_key, sizes == [None] * len(sizes))
+    if config.data.train_batch_size is not None:  # else it takes the number of rows
+        choose_batch_sizes(config, None)
     _check_mini_batches(config)
     for part in needed_micro_batches(config):
         _check_micro_batch(part, config)
@@ -115,6 +165,8 @@ def _take_global_size(part: MicroBatches, devices: int) -> None:
 
 def _check_mini_batches(config: PPOTrainerConfig) -> None:
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    if prompts is None:
+        return
     for key, mini in _mini_batches(config).items():
         if mini <= prompts and prompts % mini == 0:
             continue
@@ -191,8 +243,10 @@ def check_devices(config: PPOTrainerConfig) -> None:
         _check_sharing(config)
     parts, n = config.actor_rollout_ref, config.actor_rollout_ref.rollout.n
     minis = _mini_batches(config)
-    counts = {"data.train_batch_size": (config.data.train_batch_size, parts.actor)}
-    counts |= {key: (mini, _node_of(config, key)) for key, mini in minis.items()}
+    counts = {key: (mini, _node_of(config, key)) for key, mini in minis.items()}
+    if config.data.train_batch_size is not None:
+        whole = {"data.train_batch_size": (config.data.train_batch_size, parts.actor)}
+        counts = {**whole, **counts}
     for key, (count, node) in counts.items():
         copies, ranks = _copies(config, node), model_parallel_size(node)
         if (count * n) % copies:
@@ -244,8 +298,8 @@ def _devices(config: PPOTrainerConfig) -> int:
 
 
 def _mini_batches(config: PPOTrainerConfig) -> dict[str, int]:
-    """Prompts of an optimiser step, by key."""
+    """Prompts of an optimiser step, by key, where they are known."""
     minis = {f"{ACTOR}.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
     if needs_critic(config):
         minis["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
-    return minis
+    return {key: size for key, size in minis.items() if size is not None}

@@ -28,7 +28,7 @@ class CriticConfig(ConfigGroup):
     """Follows rollout.n, which is the place to set it."""
     optim: CriticOptimizerConfig = nested(CriticOptimizerConfig)
     model: CriticModelConfig = nested(CriticModelConfig)
-    ppo_mini_batch_size: int = option(
+    ppo_mini_batch_size: int | None = option(
         II("actor_rollout_ref.actor.ppo_mini_batch_size"), minimum=1, unit="prompts"
     )
     """Prompts per optimiser step."""

@@ -46,15 +46,19 @@ class DataConfig(ConfigGroup):
     train_files: Any = None
     """Parquet, JSON or JSON-lines files with the training prompts. Required."""
     val_files: Any = None
-    """Files with the validation prompts. Required."""
+    """Files with the validation prompts; null: no validation."""
     train_max_samples: int = option(-1, unit="rows")
     """Most training rows; -1: all."""
     val_max_samples: int = option(-1, unit="rows")
     """Most validation rows; -1: all."""
     prompt_key: str = "prompt"
-    """Column with the chat messages."""
+    """Column with the prompt: plain text, or chat messages."""
+    apply_chat_template: bool | None = None
+    """Plain text becomes a message of the user in the chat template; false: it is tokenized as it
+    is; null: true where the tokenizer has a template."""
     reward_fn_key: str = "data_source"
-    """Column that picks the scorer."""
+    """Column that picks the scorer. Files may lack it where a custom function or a reward model
+    scores."""
     max_prompt_length: int = option(512, minimum=1, unit="tokens")
     """Most tokens of a prompt."""
     max_response_length: int = option(512, minimum=1, unit="tokens")
@@ -63,8 +67,8 @@ class DataConfig(ConfigGroup):
     """With do_search: most tokens of a prompt; null: max_prompt_length."""
     max_obs_length: int = option(512, minimum=1, unit="tokens")
     """search_agent: most tokens of what a search brings."""
-    train_batch_size: int = option(1024, minimum=1, unit="prompts")
-    """Prompts per training step."""
+    train_batch_size: int | None = option(None, minimum=1, unit="prompts")
+    """Prompts per training step; null: 1024, or as many as a smaller data set has."""
     gen_batch_size: int | None = option(None, minimum=1, unit="prompts")
     """Prompts that are sampled at a time with algorithm.filter_groups; null: train_batch_size."""
     val_batch_size: int | None = option(None, minimum=1, unit="prompts")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from caldera.errors import ConfigError
 
@@ -86,6 +86,17 @@ def declare_needs(name: str, needs: Collection[str]) -> None:
 def needs_of(name: str) -> frozenset[str]:
     """What an estimator needs; nothing is known of one that is not loaded yet."""
     return ESTIMATOR_NEEDS.get(name, frozenset())
+
+
+GROUP_SIZE = 8
+"""Responses to a prompt for an estimator that compares them, where `rollout.n` is not given."""
+
+
+def with_group_size(values: dict[str, Any]) -> dict[str, Any]:
+    """The keys that were given, with `rollout.n` where the estimator needs it and nothing says
+    it."""
+    key, estimator = "actor_rollout_ref.rollout.n", str(values.get("algorithm.adv_estimator"))
+    return {key: GROUP_SIZE, **values} if GROUPS in needs_of(estimator) else values
 
 
 def needs_critic(config: PPOTrainerConfig) -> bool:

@@ -23,6 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from caldera.config.estimators import with_group_size
 from caldera.config.fields import Field, check_values, field_path, shown, use_one_spelling, walk
 from caldera.config.migrate import (
     MOVED,
@@ -125,7 +126,10 @@ def compose_config(
     tree = _compose(given, config_name, directory)
     moves = MOVED_SUPERVISED if issubclass(schema, SFTTrainerConfig) else MOVED
     values = migrate(dict(leaves_of(tree, keys, moves)), frozenset(keys), moves)
-    config = _typed(schema, _only_known(values, keys, moves))
+    given_values = _only_known(values, keys, moves)
+    if schema is PPOTrainerConfig:
+        given_values = with_group_size(given_values)
+    config = _typed(schema, given_values)
     use_one_spelling(config)
     return config
 

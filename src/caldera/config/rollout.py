@@ -164,7 +164,8 @@ class RolloutConfig(StopKeys, PenaltyKeys, SamplerKeys):
     do_sample: bool = True
     """Sample; false: greedy."""
     n: int = option(1, minimum=1, unit="samples a prompt")
-    """Answers per prompt."""
+    """Responses to each prompt. Not given, it is 8 for an estimator that compares them, such as
+    grpo."""
     prompt_length: int = option(II("data.max_prompt_length"), minimum=1, unit="tokens")
     """Width of the padded prompts."""
     response_length: int = option(II("data.max_response_length"), minimum=1, unit="tokens")

@@ -34,7 +34,7 @@ def check_consistency(config: PPOTrainerConfig) -> None:
     """Keys fit together; lists that may be written as one string become lists."""
     _check_required(config)
     config.data.train_files = as_list("data.train_files", config.data.train_files)
-    config.data.val_files = as_list("data.val_files", config.data.val_files)
+    config.data.val_files = as_list("data.val_files", config.data.val_files or [])
     config.trainer.logger = as_list("trainer.logger", config.trainer.logger)
     config.trainer.console_metrics = check_console_metrics(config.trainer.console_metrics)
     if config.data.seed is None:
@@ -72,14 +72,28 @@ def _check_required(config: PPOTrainerConfig) -> None:
     required = {
         "actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
         "data.train_files": config.data.train_files,
-        "data.val_files": config.data.val_files,
     }
     for key, value in required.items():
         if not value:
             raise ConfigError(f"{key} is required: give {key}=...")
+    _check_validates(config)
     check_resume(config.trainer.resume_mode, config.trainer.resume_from_path)
     check_path_given(config.custom_reward_function, "custom_reward_function")
     check_path_given(config.reward_manager.module, "reward_manager.module")
+
+
+def _check_validates(config: PPOTrainerConfig) -> None:
+    """Without files to validate on, nothing asks for a validation."""
+    trainer = config.trainer
+    if config.data.val_files:
+        return
+    if trainer.val_only:
+        raise ConfigError("trainer.val_only=True needs data.val_files=...")
+    if trainer.test_freq > 0:
+        raise ConfigError(
+            f"trainer.test_freq={trainer.test_freq} needs data.val_files=...; -1 does without"
+        )
+    trainer.val_before_train = False
 
 
 def check_resume(mode: str, path: str | None) -> None:

@@ -31,14 +31,24 @@ Message = dict[str, Any]
 _EXPECTED = "a list of messages such as [{'role': 'user', 'content': 'What is 1 + 1?'}]"
 
 
-def chat_messages(value: object, what: str) -> list[Message]:
-    """Fresh messages from the value of a prompt column; `what` names the value in errors.
+def prompt_messages(value: object, what: str) -> list[Message]:
+    """Fresh messages from a prompt, of which plain text is one message of the user."""
+    if isinstance(value, str):
+        if not value.strip():
+            raise DataError(f"{what} is empty text")
+        return [{"role": "user", "content": value}]
+    return chat_messages(value, what, "text, or ")
+
+
+def chat_messages(value: object, what: str, also: str = "") -> list[Message]:
+    """Fresh messages from the value of a prompt column; `what` names the value in errors, and
+    `also` other values that it may have.
 
     Columns of parquet files hold None wherever one message lacks a field that another one has.
     A chat template takes such a field for given, so it is left out here.
     """
     if not isinstance(value, list) or not value:
-        raise DataError(f"{what} must be {_EXPECTED}; got {_shown(value)}")
+        raise DataError(f"{what} must be {also}{_EXPECTED}; got {_shown(value)}")
     return [_message(item, f"message {number} of {what}") for number, item in enumerate(value)]
 
 
@@ -77,13 +87,25 @@ def tokenize_chat(
     return tokenize_text(tokenizer, render_chat(tokenizer, messages, template_kwargs))
 
 
+def tokenize_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a prompt outside of any chat: as the tokenizer begins a text, and not ended."""
+    ids = list(tokenizer.encode(text))
+    return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
+
+
+def has_chat_template(
+    tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
+) -> bool:
+    return tokenizer.chat_template is not None or "chat_template" in template_kwargs
+
+
 def require_chat_template(
     tokenizer: PreTrainedTokenizerBase,
     template_kwargs: Mapping[str, Any],
     key: str = "actor_rollout_ref.model.custom_chat_template",
 ) -> None:
     """Raise unless prompts can be rendered at all; `key` would give a template."""
-    if tokenizer.chat_template is None and "chat_template" not in template_kwargs:
+    if not has_chat_template(tokenizer, template_kwargs):
         raise DataError(f"the tokenizer {tokenizer.name_or_path!r} has no chat template; set {key}")
 
 

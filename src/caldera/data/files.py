@@ -52,13 +52,17 @@ class RowTable:
         """The file that a row comes from."""
         return self.files[bisect_right(self.starts, row) - 1]
 
-    def require_column(self, column: str, key: str, role: str) -> None:
+    def columns_of(self, row: int) -> list[str]:
+        """The columns of the file that a row comes from."""
+        return self.columns[bisect_right(self.starts, row) - 1]
+
+    def require_column(self, column: str, key: str, role: str, remedy: str) -> None:
         """Raise DataError unless every file has the column; `key` is that of the files."""
         for name, columns in zip(self.files, self.columns, strict=True):
             if columns and column not in columns:
                 raise DataError(
                     f"{key}: {name} has no column {column!r}, {role}; its columns are "
-                    f"{', '.join(columns)}"
+                    f"{', '.join(columns)}. {remedy}"
                 )
 
     def is_of_parquet(self, row: int) -> bool:

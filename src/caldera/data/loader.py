@@ -322,6 +322,7 @@ def create_train_loader(
     """The loader of the training batches; rows that fill no whole batch sit an epoch out."""
     assert config.seed is not None, "loading a configuration settles its seeds"
     batch_size = config.gen_batch_size or config.train_batch_size
+    assert batch_size is not None, "it is chosen once the rows are counted"
     key = "gen_batch_size" if config.gen_batch_size else "train_batch_size"
     if len(dataset) < batch_size:
         raise DataError(

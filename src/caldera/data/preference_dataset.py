@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from caldera.data.chat import (
     Message,
     chat_messages,
+    prompt_messages,
     require_end_token,
     tokenize_chat,
     tokenize_text,
@@ -65,7 +66,7 @@ class PreferenceDataset(TableDataset):
     def _pair(self, item: int) -> tuple[list[Message], dict[str, str], float | None]:
         """The messages of the prompt, the texts of the responses, and the margin."""
         config = self.config
-        prompt = _prompt(*self._value(item, config.prompt_key, "data.prompt_key"))
+        prompt = prompt_messages(*self._value(item, config.prompt_key, "data.prompt_key"))
         chosen = self._value(item, config.chosen_key, "data.chosen_key")
         rejected = self._value(item, config.rejected_key, "data.rejected_key")
         responses = {"chosen": _response(*chosen, prompt), "rejected": _response(*rejected, prompt)}
@@ -108,12 +109,6 @@ class PreferenceDataset(TableDataset):
                 )
             fitted[name] = (ids, mask)
         return fitted
-
-
-def _prompt(value: object, what: str) -> list[Message]:
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    return chat_messages(value, what)
 
 
 def _response(value: object, what: str, prompt: list[Message]) -> str:

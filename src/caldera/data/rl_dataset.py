@@ -17,14 +17,17 @@ from torch.utils.data import Dataset
 
 from caldera.data.chat import (
     Message,
-    chat_messages,
+    has_chat_template,
+    prompt_messages,
     render_chat,
     require_chat_template,
+    tokenize_bare,
     tokenize_chat,
     tokenize_text,
 )
 from caldera.data.files import Row, Rows, RowTable, read_rows
 from caldera.data.loader import compute_position_ids, left_pad, seeded_permutation, truncate
+from caldera.data.plain_rows import completed
 from caldera.errors import DataError, UnsupportedError
 from caldera.storage import cache_folder
 from caldera.storage.writing import write_text_atomic
@@ -38,7 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[Iterable[int], int, str], Iterable[int]]
-Prompt = list[Message]
+Prompt = list[Message] | str
+"""A chat, or bare text, which no template touches."""
 
 FAILED = -1
 """The length of a prompt that the chat template cannot render."""
@@ -118,6 +122,8 @@ class _Meter:
         self.template_kwargs = template_kwargs
 
     def __call__(self, prompt: Prompt) -> int:
+        if isinstance(prompt, str):
+            return len(tokenize_bare(self.tokenizer, prompt))
         try:
             return len(tokenize_chat(self.tokenizer, prompt, self.template_kwargs))
         except DataError:
@@ -152,6 +158,7 @@ def _length_in_worker(prompt: Prompt) -> int:
 def _failure(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
 ) -> str:
+    assert not isinstance(prompt, str), "bare text has no template to fail"
     try:
         render_chat(tokenizer, prompt, template_kwargs)
     except DataError as error:
@@ -247,7 +254,11 @@ class RLHFDataset(Dataset[Row]):
         self.prompt_key = config.prompt_key
         self.max_prompt_length = config.max_prompt_length
         self.max_samples = max_samples
-        require_chat_template(tokenizer, config.apply_chat_template_kwargs)
+        template = config.apply_chat_template_kwargs
+        if config.apply_chat_template:
+            require_chat_template(tokenizer, template)
+        has_template = has_chat_template(tokenizer, template)
+        self._is_bare = config.apply_chat_template is False or not has_template
         self._key = _files_key(self.data_files, config)
         self._table: RowTable | None = None
         self._fitting: Any = None
@@ -264,15 +275,18 @@ class RLHFDataset(Dataset[Row]):
     def _read_files_and_tokenize(self) -> None:
         """Fill `self.dataframe` with the rows that are part of the data set, in order."""
         required = {} if self._builds_messages else {self.prompt_key: "data.prompt_key"}
-        self._table = read_rows(self.data_files, key=self._key, required=required)
+        table = read_rows(self.data_files, key=self._key, required=required)
+        self._table = completed(table, self.prompt_key, self.config.reward_fn_key)
         rows = Rows.of_table(self._table)
         self.dataframe = rows.select(self._select(len(rows)))
         self._filter()
 
-    def _build_messages(self, example: Row) -> list[Message]:
-        """The chat messages of a row, which may be changed: it is a copy."""
-        messages: list[Message] = example.get(self.prompt_key)  # type: ignore[assignment]
-        return messages
+    def _build_messages(self, example: Row) -> Any:
+        """The chat messages of a row, which may be changed: it is a copy. Bare text stays text."""
+        prompt = example.get(self.prompt_key)
+        if isinstance(prompt, str) and prompt.strip() and not self._is_bare:
+            return [{"role": "user", "content": prompt}]
+        return prompt
 
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
         """The rows whose prompts fit, if `data.filter_overlong_prompts` asks for that."""
@@ -280,7 +294,8 @@ class RLHFDataset(Dataset[Row]):
         if not config.filter_overlong_prompts:
             return dataframe
         rows = Rows.of(dataframe, self._hook)
-        prompts = [self._messages(self._example(i, rows), i, rows) for i in range(len(rows))]
+        chats = [self._messages(self._example(i, rows), i, rows) for i in range(len(rows))]
+        prompts = [chat[0]["content"] if self._is_bare else chat for chat in chats]
         kept = fitting_prompts(
             prompts,
             self.tokenizer,
@@ -360,10 +375,14 @@ class RLHFDataset(Dataset[Row]):
         """Each row, not to be changed, and where it comes from."""
         return ((self._rows.where(i), row) for i, row in enumerate(self._rows))
 
-    def require_column(self, name: str, role: str) -> None:
+    def require_column(self, name: str, role: str, remedy: str) -> None:
         """Raise DataError unless every file has the column, which has this role."""
         if self._table is not None:
-            self._table.require_column(name, self._key, role)
+            self._table.require_column(name, self._key, role, remedy)
+
+    def has_column(self, name: str) -> bool:
+        """Whether a file has the column."""
+        return self._table is None or any(name in columns for columns in self._table.columns)
 
     def first_rows(self, column: str) -> dict[str, dict[Any, Row]]:
         """By file, which is named with its key: the first row of each value of a column."""
@@ -412,15 +431,19 @@ class RLHFDataset(Dataset[Row]):
         what = f"the value of {self.prompt_key!r} (data.prompt_key)"
         if self._builds_messages:
             what = f"what {type(self).__name__}._build_messages returned"
-        return chat_messages(self._build_messages(example), f"{where}: {what}")
+        value = self._build_messages(example)
+        if self._is_bare and not isinstance(value, str):
+            if self.config.apply_chat_template is None:
+                require_chat_template(self.tokenizer, self.config.apply_chat_template_kwargs)
+            raise DataError(
+                f"{where}: {what} must be plain text with data.apply_chat_template=False; got a "
+                f"{type(value).__name__}"
+            )
+        return prompt_messages(value, f"{where}: {what}")
 
     def _prompt_fields(self, messages: list[Message], row: int) -> Row:
         config = self.config
-        try:
-            text = render_chat(self.tokenizer, messages, config.apply_chat_template_kwargs)
-        except DataError as error:
-            raise DataError(f"{self._rows.where(row)}: {error}") from error
-        ids = tokenize_text(self.tokenizer, text)
+        text, ids = self._rendered(messages, row)
         if len(ids) > config.max_prompt_length and config.truncation == "error":
             raise DataError(
                 f"{self._rows.where(row)}: the prompt has {len(ids)} tokens, more than "
@@ -444,6 +467,17 @@ class RLHFDataset(Dataset[Row]):
         if config.return_full_prompt:
             fields["full_prompts"] = text
         return fields
+
+    def _rendered(self, messages: list[Message], row: int) -> tuple[str, list[int]]:
+        """The text of a prompt, and its tokens."""
+        if self._is_bare:
+            text = str(messages[0]["content"])
+            return text, tokenize_bare(self.tokenizer, text)
+        try:
+            text = render_chat(self.tokenizer, messages, self.config.apply_chat_template_kwargs)
+        except DataError as error:
+            raise DataError(f"{self._rows.where(row)}: {error}") from error
+        return text, tokenize_text(self.tokenizer, text)
 
     def _tools_kwargs(self, extra_info: dict[str, Any], row: int) -> dict[str, Any]:
         # In a parquet file, every tool of any row is a field of all rows, None where not given.

@@ -83,6 +83,7 @@ class CriticWorker(TrainedWorker, ProfiledWorker):
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on the batch; returns metrics alone."""
         config = self.config
+        assert config.ppo_mini_batch_size is not None, "set-up chooses it"
         plan = ForwardPlan(
             ("values",),
             bool(config.use_dynamic_bsz),

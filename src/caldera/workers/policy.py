@@ -108,6 +108,7 @@ class PolicyWorker(TrainedWorker, ProfiledWorker):
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on the batch; returns metrics alone."""
         actor = self.config.actor
+        assert actor.ppo_mini_batch_size is not None, "set-up chooses it"
         mini_batch_size = actor.ppo_mini_batch_size * self.config.rollout.n  # samples
         all_rows = len(data) * self.actor.dp_size
         on_policy = all_rows == mini_batch_size and actor.ppo_epochs == 1

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from caldera.config import PPOTrainerConfig
-from caldera.config.batches import check_batches
+from caldera.config.batches import check_batches, choose_batch_sizes, settle_batch_sizes
 from caldera.config.machine import resolve_for_machine
 from caldera.errors import ConfigError
 
@@ -88,6 +88,72 @@ def test_a_size_for_one_pass_of_the_critic_asks_for_the_others(load: Load) -> No
     one = ["critic.ppo_micro_batch_size_per_gpu=null", "critic.forward_micro_batch_size_per_gpu=4"]
     with pytest.raises(ConfigError, match=r"^critic\.ppo_micro_batch_size_per_gpu=null: give it"):
         load(*one)
+
+
+GRPO = "algorithm.adv_estimator=grpo"
+MINI = f"{ACTOR}.ppo_mini_batch_size"
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "sizes"),
+    [
+        (None, (), (1024, 256)),
+        (7473, (), (1024, 256)),
+        (1000, (), (768, 256)),
+        (255, (), (255, 255)),
+        (3, (), (3, 3)),
+        (3, ("data.train_batch_size=8",), (8, 8)),  # the loader says that there are too few
+        (9, ("data.train_batch_size=300",), (300, 300)),
+        (9, ("data.train_batch_size=512",), (512, 256)),
+        (1000, (f"{MINI}=100",), (1000, 100)),
+        (9999, (f"{MINI}=100",), (1000, 100)),
+        (50, (f"{MINI}=8",), (48, 8)),
+        (5, (f"{ROLLOUT}.n=3", "trainer.n_gpus_per_node=4"), (4, 4)),
+        (5, (f"{ROLLOUT}.n=4", "trainer.n_gpus_per_node=4"), (5, 5)),
+    ],
+)
+def test_sizes_of_batches_that_are_not_given(
+    load: Load, rows: int | None, keys: tuple[str, ...], sizes: tuple[int, int]
+) -> None:
+    config = load(GRPO, *keys)
+    given = [key for key in keys if "batch_size" in key]
+    chosen = choose_batch_sizes(config, rows)
+    actor = config.actor_rollout_ref.actor
+    assert (config.data.train_batch_size, actor.ppo_mini_batch_size) == sizes
+    assert len(chosen) == 2 - (len(given) or 0) - ("data." in "".join(given))
+
+
+def test_the_critics_mini_batch_follows_the_actors(load: Load) -> None:
+    config = load()
+    assert settle_batch_sizes(config, 100) == [
+        "data.train_batch_size=100",
+        f"{ACTOR}.ppo_mini_batch_size=100",
+        "critic.ppo_mini_batch_size=100",
+    ]
+    config = load("critic.ppo_mini_batch_size=30")
+    assert settle_batch_sizes(config, 100)[0] == "data.train_batch_size=90"
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 90
+
+
+def test_too_few_rows_for_any_batch(load: Load) -> None:
+    config = load(GRPO, f"{MINI}=8")
+    with pytest.raises(ConfigError, match=r"^data\.train_batch_size=null: .* 5 rows, .* of 8$"):
+        settle_batch_sizes(config, 5)
+
+
+def test_groups_have_eight_responses_unless_a_key_says_otherwise(load: Load) -> None:
+    for keys, n in {
+        (GRPO,): 8,
+        ("algorithm.adv_estimator=rloo",): 8,
+        (GRPO, f"{ROLLOUT}.n=1"): 1,
+        (GRPO, f"{ROLLOUT}.n=5"): 5,
+        ("algorithm.adv_estimator=gae",): 1,
+        ("algorithm.adv_estimator=reinforce_plus_plus",): 1,
+        (): 1,
+    }.items():
+        config = load(*keys)
+        assert config.actor_rollout_ref.rollout.n == n
+        assert config.critic.rollout_n == n
 
 
 NO_SIZES = (

@@ -132,9 +132,9 @@ def test_an_unknown_key_without_a_near_one(load: Load, override: str) -> None:
 @pytest.mark.parametrize(
     ("override", "value", "takes"),
     [
-        ("data.train_batch_size=many", "'many'", "takes a whole number (prompts)"),
-        ("data.train_batch_size=1.5", "1.5", "takes a whole number (prompts)"),
-        ("data.train_batch_size=null", "null", "takes a whole number (prompts)"),
+        ("data.max_prompt_length=many", "'many'", "takes a whole number (tokens)"),
+        ("data.max_prompt_length=1.5", "1.5", "takes a whole number (tokens)"),
+        ("data.max_prompt_length=null", "null", "takes a whole number (tokens)"),
         ("data.gen_batch_size=few", "'few'", "takes a whole number (prompts) or null"),
         ("data.shuffle=maybe", "'maybe'", "takes true or false"),
         ("critic.optim.lr=fast", "'fast'", "takes a number"),

@@ -15,12 +15,16 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-@pytest.mark.parametrize(
-    "key", ["data.train_files", "data.val_files", "actor_rollout_ref.model.path"]
-)
+@pytest.mark.parametrize("key", ["data.train_files", "actor_rollout_ref.model.path"])
 def test_required_keys(load: Load, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{key} is required: give {key}=\.\.\.$"):
         load(without=key)
+
+
+def test_without_files_to_validate_on_nothing_is_validated(load: Load) -> None:
+    config = load("data.val_files=null")
+    assert (config.data.val_files, config.trainer.val_before_train) == ([], False)
+    assert load().trainer.val_before_train
 
 
 def test_resume_path_needs_a_path(load: Load) -> None:

@@ -46,7 +46,11 @@ OVERRIDES = {
 
 BY_TOKENS = "by tokens where verl asks for a size"
 TOKENS = "verl's on a GPU, fewer on a CPU, more for a longer sample"
+FROM_ROWS = "verl's, or what a smaller data set or batch has"
 EVERYWHERE: dict[str, tuple[Any, str]] = {
+    "data.train_batch_size": (None, FROM_ROWS),
+    "actor_rollout_ref.actor.ppo_mini_batch_size": (None, FROM_ROWS),
+    "critic.ppo_mini_batch_size": (None, FROM_ROWS),
     "actor_rollout_ref.actor.use_dynamic_bsz": (None, BY_TOKENS),
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": (None, BY_TOKENS),
     "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": (None, BY_TOKENS),
@@ -145,7 +149,7 @@ def test_what_is_told_of_defaults_that_differ() -> None:
     same = {
         key
         for key, (_, why) in DIFFERENT["ppo_trainer"].items()
-        if why in (NO_MODEL, NO_DATA, PACKED, BY_TOKENS, TOKENS, "null says the same")
+        if why in (NO_MODEL, NO_DATA, PACKED, BY_TOKENS, TOKENS, FROM_ROWS, "null says the same")
         or key.startswith("reward_model.")
         or key.endswith("fsdp_config.dtype")
     }

@@ -160,8 +160,8 @@ def test_another_filter_and_other_items(make: Make) -> None:
         ("def _read_files_and_tokenize(self):\n    self.dataframe = []", "left no rows"),
         ("def maybe_filter_out_long_prompts(self, dataframe):\n    pass", "returned None"),
         (
-            "def _build_messages(self, example):\n    return 'text'",
-            r"row 0 of .*: what Mine._build_messages returned must be a list of messages",
+            "def _build_messages(self, example):\n    return 5",
+            r"row 0 of .*: what Mine._build_messages returned must be text, or a list of messages",
         ),
         (
             SUPER + "    self.dataframe = self.dataframe.map(lambda r: r, batched=True)",

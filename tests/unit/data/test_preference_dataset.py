@@ -208,7 +208,7 @@ def test_too_long(tokenizer: Any, write_jsonl: Write) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt": 3}, r"row 0 of .*: the value of 'prompt' \(data\.prompt_key\) must be a list"),
+        ({"prompt": 3}, r"row 0 of .*: the value of 'prompt' \(data\.prompt_key\) must be text"),
         ({"chosen": 3}, r"row 0 of .*: the value of 'chosen' \(data\.chosen_key\) must be a list"),
         ({"chosen": [{"role": "user", "content": "x"}]}, r"'chosen' .*got messages of user$"),
         ({"rejected": [assistant("x")] * 2}, r"'rejected' .*got messages of assistant, assistant$"),

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from caldera.config import DataConfig
@@ -173,7 +174,7 @@ def test_template_kwargs_and_another_prompt_column(
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("What is 1 + 1?", r"must be a list of messages such as .*; got a str: 'What is 1 \+ 1\?'"),
+        (5, r"must be text, or a list of messages such as .*; got a int: 5"),
         ([], "got a list"),
         (None, "got a NoneType"),
         (["hello"], "message 0 of row 1"),
@@ -267,10 +268,91 @@ def test_a_column_that_a_file_lacks(
         write_jsonl([row("c")], "c.jsonl"),
     ]
     dataset = RLHFDataset(files, tokenizer, make_config(train_files=files))
-    dataset.require_column("data_source", "named by somebody")
+    dataset.require_column("data_source", "named by somebody", "Add it")
     with pytest.raises(DataError) as caught:
-        dataset.require_column("reward_model", "which holds the ground truth")
+        dataset.require_column("reward_model", "which holds the ground truth", "Add it")
     assert str(caught.value) == (
         f"data.train_files: {files[2]} has no column 'reward_model', which holds the ground truth; "
-        "its columns are prompt, data_source"
+        "its columns are prompt, data_source. Add it"
     )
+    assert dataset.has_column("reward_model") and not dataset.has_column("answer")
+
+
+def test_rows_without_verls_columns_are_completed(
+    tokenizer: PreTrainedTokenizerFast, make_config: MakeConfig, write_jsonl: WriteJsonl
+) -> None:
+    """File by file: one in verl's schema stays as it is."""
+    plain = [
+        {"prompt": "a", "answer": "1", "level": 2},
+        {"prompt": "b", "answer": None, "solution": "2", "extra_info": {"level": 3}},
+        {"prompt": "c", "level": 4},
+    ]
+    verls = row("d", reward_model={"ground_truth": "4"}, answer="no")
+    files = [write_jsonl(plain, "plain.jsonl"), write_jsonl([verls], "verls.jsonl")]
+    dataset = RLHFDataset(files, tokenizer, make_config())
+    items = [dataset[i] for i in range(4)]
+    assert [item["data_source"] for item in items] == ["data", "data", "data", "toy"]
+    assert [item["reward_model"]["ground_truth"] for item in items] == ["1", "2", None, "4"]
+    assert items[0]["extra_info"] == {"answer": "1", "level": 2, "solution": None}
+    assert items[1]["extra_info"] == {"answer": None, "level": 3, "solution": "2"}
+    assert items[3]["extra_info"] is None
+
+
+class TestPlainText:
+    def test_it_is_a_message_of_the_user(
+        self, tokenizer: PreTrainedTokenizerFast, make_config: MakeConfig, write_jsonl: WriteJsonl
+    ) -> None:
+        config = make_config(return_full_prompt=True)
+        item = RLHFDataset(write_jsonl([{"prompt": "ab"}, row("c")]), tokenizer, config)[0]
+        assert item["full_prompts"] == "<user>ab<assistant>"
+        assert item["raw_prompt"] == [{"role": "user", "content": "ab"}]
+
+    @pytest.mark.parametrize("asked", [None, False])
+    def test_it_is_bare_without_a_template_or_where_a_key_says_so(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        make_config: MakeConfig,
+        write_jsonl: WriteJsonl,
+        asked: bool | None,
+    ) -> None:
+        if asked is None:
+            tokenizer.chat_template = None
+        config = make_config(
+            return_full_prompt=True, apply_chat_template=asked, filter_overlong_prompts=True
+        )
+        file = write_jsonl([{"prompt": "ab"}, {"prompt": "x" * 9}, {"prompt": "x" * 8}])
+        dataset = RLHFDataset(file, tokenizer, config)
+        assert len(dataset) == 2  # 8 tokens fit, without any of a template
+        item = dataset[0]
+        assert item["full_prompts"] == "ab"
+        assert item["raw_prompt_ids"] == tokenizer.convert_tokens_to_ids(["a", "b"])
+        assert item["raw_prompt"] == [{"role": "user", "content": "ab"}]
+
+    def test_it_begins_as_the_tokenizer_begins_a_text_and_does_not_end(
+        self, tokenizer: PreTrainedTokenizerFast, make_config: MakeConfig, write_jsonl: WriteJsonl
+    ) -> None:
+        ids: Any = tokenizer.convert_tokens_to_ids(["<user>", "a", "b", "<eos>"])
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<user> $A <eos>", special_tokens=[("<user>", ids[0]), ("<eos>", ids[3])]
+        )
+        config = make_config(apply_chat_template=False)
+        dataset = RLHFDataset(write_jsonl([{"prompt": "ab"}]), tokenizer, config)
+        assert dataset[0]["raw_prompt_ids"] == ids[:3]
+
+    def test_what_cannot_be_rendered(
+        self, tokenizer: PreTrainedTokenizerFast, make_config: MakeConfig, write_jsonl: WriteJsonl
+    ) -> None:
+        def error(prompt: Any, **keys: Any) -> str:
+            with pytest.raises(DataError) as caught:
+                RLHFDataset(write_jsonl([{"prompt": prompt}]), tokenizer, make_config(**keys))
+            return str(caught.value)
+
+        chat = row("a")["prompt"]
+        assert "must be plain text with data.apply_chat_template=False; got a list" in error(
+            chat, apply_chat_template=False
+        )
+        assert "(data.prompt_key) is empty text" in error(" ")
+        assert "must be text, or a list of messages such as" in error(3)
+        tokenizer.chat_template = None
+        assert "has no chat template" in error("a", apply_chat_template=True)
+        assert "has no chat template" in error(chat)

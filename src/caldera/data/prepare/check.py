@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from caldera.data.chat import Message, chat_messages
+from caldera.data.chat import Message, prompt_messages
 from caldera.data.files import Row, RowTable, is_null, read_rows
 from caldera.data.rl_dataset import FAILED, prompt_lengths
 from caldera.errors import CalderaError, DataError
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-NEEDED_COLUMNS = ("data_source", "prompt", "reward_model")
+OF_SCORERS = ("data_source", "reward_model")
+"""Columns that built-in scorers need, and no other ones."""
 
 FindScorer = Callable[[str], Callable[..., Any]]
 """The scorer of a data source; a CalderaError if there is none."""
@@ -46,6 +47,8 @@ class FileCheck:
     """Rows whose prompt came before."""
     overlap: int | None = None
     """Rows whose prompt is also in the other file, if one was given."""
+    missing: list[str] = field(default_factory=list)
+    """Columns without which no built-in scorer scores."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -60,8 +63,9 @@ def check_file(
     """Look at every row of a file; prompts that differ in space and case only are the same."""
     table = read_rows(file, key="FILE")
     check = FileCheck(file, len(table.rows), _schema(table.rows))
-    missing = [column for column in NEEDED_COLUMNS if column not in check.schema]
-    check.problems += [f"there is no column {column!r}" for column in missing]
+    if "prompt" not in check.schema:
+        check.problems.append("there is no column 'prompt'")
+    check.missing = [column for column in OF_SCORERS if column not in check.schema]
     if "data_source" in check.schema:
         check.sources = _sources(table, find_scorer, check.problems)
     prompts = _prompts(table, check.problems)
@@ -114,17 +118,17 @@ def _scorer_name(source: str, find_scorer: FindScorer) -> str | None:
 
 
 def _prompts(table: RowTable, problems: list[str]) -> list[list[Message]]:
-    """The prompts that are chats; the others become problems."""
+    """The prompts that are text or chats; the others become problems."""
     prompts, wrong = [], []
     for number, row in enumerate(table.rows):
         if "prompt" not in row:
             break
         try:
-            prompts.append(chat_messages(row["prompt"], f"the prompt of {table.where(number)}"))
+            prompts.append(prompt_messages(row["prompt"], f"the prompt of {table.where(number)}"))
         except DataError as error:
             wrong.append(str(error))
     if wrong:
-        problems.append(f"{_rows(len(wrong))} without a chat as prompt; the first: {wrong[0]}")
+        problems.append(f"{_rows(len(wrong))} without a prompt; the first: {wrong[0]}")
     return prompts
 
 
@@ -190,6 +194,15 @@ def check_tables(check: FileCheck) -> RenderableType:
     parts.append(Text(f"duplicate prompts: {check.duplicates:,}"))
     if check.overlap is not None:
         parts.append(Text(f"prompts that are in the other file too: {check.overlap:,}"))
+    if check.missing:
+        named = " and ".join(map(repr, check.missing))
+        parts.append(
+            Text(
+                f"without {named}, only a custom function (custom_reward_function.path) or a "
+                "reward model scores these rows",
+                style="yellow",
+            )
+        )
     if check.problems:
         parts.append(_problems(check))
     else:

@@ -28,7 +28,7 @@ from caldera.agent_loop.output import COLUMN, TrajectoryFacts
 from caldera.config import DataConfig, PPOTrainerConfig
 from caldera.config.rollout import MultiTurnConfig
 from caldera.data import RLHFDataset, object_array
-from caldera.data.chat import Appending, TurnAppender
+from caldera.data.chat import Appending, TurnAppender, require_chat_template
 from caldera.errors import ConfigError
 from caldera.interactions.base import load_interactions
 from caldera.protocol import DataProto, tensors_of
@@ -97,6 +97,9 @@ def make_agents(
         return None
     if not config.data.return_raw_chat:
         raise ConfigError("data.return_raw_chat=False: agent loops need the prompts' messages")
+    if config.data.apply_chat_template is False:
+        raise ConfigError("data.apply_chat_template=False: agent loops render conversations")
+    require_chat_template(tokenizer, config.data.apply_chat_template_kwargs)
     _check_template(config, tokenizer)
     return partial(AgentLoops, config, tokenizer, equip)
 

@@ -9,6 +9,7 @@ from typing import Any
 from caldera.config import PPOTrainerConfig
 from caldera.data import RLHFDataset
 from caldera.data.files import Row, first_of, is_null
+from caldera.data.plain_rows import TRUTH
 from caldera.errors import ConfigError, DataError
 from caldera.reward import NaiveRewardManager, RewardManager, is_built_in
 from caldera.reward.default import scores_by_source
@@ -92,6 +93,10 @@ def _needs_truth(source: str) -> bool:
         return False
 
 
+OTHERWISE = (
+    "or score without it: by a custom function (custom_reward_function.path=FILE.py) or a reward "
+    "model (reward_model.enable=True)"
+)
 SHOWN = 8  # data sources of a file, in an error
 
 
@@ -117,25 +122,23 @@ def check_columns(
     validates = trainer.val_only or trainer.val_before_train or trainer.test_freq > 0
     if validates and type(val_set) is RLHFDataset:
         val_set.check_prompts()
-        _require_source(config, val_set)  # which names the metrics
         if scored is not None:
             _check_scored(config, scored, val_set, "data.val_files")
-
-
-def _require_source(config: PPOTrainerConfig, dataset: RLHFDataset) -> None:
-    dataset.require_column(config.data.reward_fn_key, "named by data.reward_fn_key")
 
 
 def _check_scored(
     config: PPOTrainerConfig, manager: NaiveRewardManager, dataset: RLHFDataset, files: str
 ) -> None:
     """Every row has what its scorer reads, and a scorer."""
-    _require_source(config, dataset)
-    dataset.require_column("reward_model", "which holds the ground truth")
-    check_truths(config, manager, dataset, files)
-    if not scores_by_source(manager.compute_score):
-        return
     key = config.data.reward_fn_key
+    if not scores_by_source(manager.compute_score):
+        if dataset.has_column(TRUTH):
+            check_truths(config, manager, dataset, files)
+        return
+    by_key = "which picks the scorer (data.reward_fn_key)"
+    dataset.require_column(key, by_key, f"Add it (docs/rewards.md names the scorers), {OTHERWISE}")
+    dataset.require_column(TRUTH, "which holds the ground truth", f"Add it, {OTHERWISE}")
+    check_truths(config, manager, dataset, files)
     for file, rows in dataset.first_rows(key).items():
         for source, row in rows.items():
             if is_judged(config, row):

@@ -33,6 +33,7 @@ class GroupFilter:
 
     def __init__(self, config: PPOTrainerConfig) -> None:
         self._settings = config.algorithm.filter_groups
+        assert config.data.train_batch_size is not None, "set-up chooses it"
         self._wanted = config.data.train_batch_size  # prompts
         self._rows_a_prompt = config.actor_rollout_ref.rollout.n
         self._kept: list[DataProto] = []

@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from caldera.config import (
+    DataConfig,
     PPOTrainerConfig,
     needs_critic,
     needs_reference,
     resolve_for_machine,
     uses_ray,
 )
+from caldera.config.batches import settle_batch_sizes
 from caldera.config.machine import log_chosen
 from caldera.config.reward import check_native_model
 from caldera.config.rollout import check_rollout
@@ -145,11 +149,10 @@ class TaskRunner:
         train_set = create_rl_dataset(
             data.train_files, prompts, tokenizer, max_samples=data.train_max_samples
         )
-        val_set = create_rl_dataset(
-            data.val_files, prompts, tokenizer, max_samples=data.val_max_samples
-        )
+        val_set = self._validation_set(config, prompts, tokenizer)
         agents = make_agents(config, tokenizer, (train_set, val_set))
         tracer = make_tracer(config, tokenizer)
+        self._choose_batches(config, len(train_set))
         train_loader = create_train_loader(train_set, data)
         total = total_training_steps(config, train_loader)
         config.actor_rollout_ref.actor.optim.total_training_steps = total
@@ -173,10 +176,33 @@ class TaskRunner:
             servers.awake(reward_fn),
             servers.awake(load_reward_manager(servers.config, tokenizer, num_examine=0)),
             train_loader,
-            create_val_loader(val_set, data),
+            create_val_loader(val_set, data) if data.val_files else None,
             servers,
             workers_need_rows=agents is not None or tracer is not None,
         )
+
+    def _validation_set(
+        self, config: PPOTrainerConfig, prompts: DataConfig, tokenizer: PreTrainedTokenizerBase
+    ) -> Any:
+        """The rows to validate on; none where no file holds them."""
+        data = config.data
+        if not data.val_files:
+            logger.info("no data.val_files: the run does not validate")
+            return []
+        return create_rl_dataset(
+            data.val_files, prompts, tokenizer, max_samples=data.val_max_samples
+        )
+
+    def _choose_batches(self, config: PPOTrainerConfig, rows: int) -> None:
+        if chosen := settle_batch_sizes(config, rows):
+            logger.info(
+                "chosen for %d training rows: %s; each step samples %d responses to each of %d "
+                "prompts",
+                rows,
+                ", ".join(chosen),
+                config.actor_rollout_ref.rollout.n,
+                config.data.train_batch_size,
+            )
 
     def _workers(
         self,

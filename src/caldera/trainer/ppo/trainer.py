@@ -88,7 +88,7 @@ class PPOTrainer(TrainingLoop):
         reward_fn: RewardManager,
         val_reward_fn: RewardManager,
         train_loader: StatefulLoader,
-        val_loader: FixedLoader,
+        val_loader: FixedLoader | None,
         reward_servers: RewardServers,
         workers_need_rows: bool = False,
     ) -> None:

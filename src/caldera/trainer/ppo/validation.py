@@ -308,7 +308,7 @@ class Validator:
         self,
         config: PPOTrainerConfig,
         tokenizer: PreTrainedTokenizerBase,
-        loader: FixedLoader,
+        loader: FixedLoader | None,
         reward_fn: RewardManager,
         generate: Callable[[DataProto], DataProto],
         meta: dict[str, Any],
@@ -327,7 +327,9 @@ class Validator:
         self.formats = AnswerFormats.of(reward_fn)
 
     def run(self, step: int) -> dict[str, float]:
-        """Metrics `val-core/...` and `val-aux/...`."""
+        """Metrics `val-core/...` and `val-aux/...`; none without rows to validate on."""
+        if self._loader is None:
+            return {}
         responses = Responses()
         for number, rows in enumerate(self._loader):
             batch = self._sample(rows, number)

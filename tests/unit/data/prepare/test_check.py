@@ -68,15 +68,23 @@ def test_prompts_that_differ_in_space_and_case_are_the_same(write_jsonl: WriteJs
     assert check(other, against=write_jsonl([row("five")])).problems == []
 
 
+def test_plain_rows_are_no_problem_but_no_built_in_scorer_reads_them(
+    write_jsonl: WriteJsonl,
+) -> None:
+    found = check(write_jsonl([{"prompt": "a", "answer": 1}]))
+    assert (found.problems, found.missing) == ([], ["data_source", "reward_model"])
+    console = Console(file=io.StringIO(), width=200, record=True)
+    console.print(check_tables(found))
+    assert "without 'data_source' and 'reward_model', only a custom" in console.export_text()
+
+
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
-        ([{"prompt": row("a")["prompt"], "reward_model": {"ground_truth": 1}}], "'data_source'"),
         ([{"data_source": "known", "reward_model": {"ground_truth": 1}}], "no column 'prompt'"),
-        ([{"data_source": "known", "prompt": row("a")["prompt"]}], "no column 'reward_model'"),
         ([row("a"), row("b") | {"data_source": None}], "1 row whose data_source is no text"),
         ([row("a"), row(" \n")], "1 row with an empty prompt"),
-        ([row("a"), row(None)], "1 row without a chat as prompt; the first: the content of"),
+        ([row("a"), row(None)], "1 row without a prompt; the first: the content of"),
         ([row("a"), row("b", 2), row("c", "3")], r"known have several types: str \(2\), int \(1\)"),
         ([row("a"), row("b", None)], r"1 row without a ground truth \(null, NaN, empty or"),
         ([row("a"), row("b", "")], r"1 row without a ground truth"),

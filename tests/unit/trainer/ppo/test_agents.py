@@ -12,11 +12,12 @@ import pytest
 from torch.utils.data import Dataset
 
 from caldera.config import PPOTrainerConfig
-from caldera.errors import ConfigError
+from caldera.demo.arithmetic import build_tokenizer
+from caldera.errors import ConfigError, DataError
 from caldera.trainer.ppo.agents import data_with_tools, make_agents
 from tests.template_tokenizers import real
 
-TOKENIZER: Any = None  # nothing is rendered before these checks
+TOKENIZER = build_tokenizer()
 
 
 def config(default: str = "single_turn_agent") -> PPOTrainerConfig:
@@ -70,6 +71,17 @@ def test_the_loop_of_langgraph_needs_it(by_row: bool, monkeypatch: pytest.Monkey
         ConfigError, match=r"react_agent .*default_agent_loop.*pip install .*\[langgraph\]'$"
     ):
         start("react_agent", by_row)
+
+
+def test_agents_need_a_chat_template() -> None:
+    made = config("tool_agent")
+    made.data.apply_chat_template = False
+    with pytest.raises(ConfigError, match=r"^data\.apply_chat_template=False: agent loops render"):
+        make_agents(made, TOKENIZER, [rows(None)])
+    bare = build_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(DataError, match=r"has no chat template"):
+        make_agents(config("tool_agent"), bare, [rows(None)])
 
 
 def test_a_data_set_of_ones_own_may_choose_the_loop() -> None:

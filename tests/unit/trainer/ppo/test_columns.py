@@ -63,6 +63,8 @@ class Case:
         except DataError as error:
             told = f"data.{file}_files: {self.folder}/{file}.jsonl has no column '{column}', "
             assert str(error).startswith(told)
+            assert "custom_reward_function.path=" in str(error)
+            assert "reward_model.enable=True" in str(error)
             return True
         return False
 
@@ -92,9 +94,19 @@ def test_managers_need_both_columns_of_both_files(case: Case, kind: Any) -> None
 
 
 def test_the_key_of_the_source_is_heeded(case: Case) -> None:
-    case.config.data.reward_fn_key = "prompt"
+    case.config.data.reward_fn_key = "source"
+    with pytest.raises(DataError, match=r"has no column 'source', which picks the scorer"):
+        case.write("train", ROW)
+        case.write("val", ROW)
+        case.check()
+
+
+def test_a_function_of_ones_own_needs_neither(case: Case) -> None:
     case.manager = NaiveRewardManager(case.tokenizer, 0, own_score)
-    assert case.all_missed() == {(TRUTH, "train"), (TRUTH, "val")}
+    assert case.all_missed() == set()
+    for file in ("train", "val"):
+        case.write(file, {"prompt": "1+1="})
+    case.check()
 
 
 def test_files_that_are_not_read(case: Case) -> None:
@@ -112,12 +124,12 @@ def test_a_reward_model_needs_no_columns_to_train_unless_it_is_served(case: Case
     assert case.all_missed() == EVERY
 
 
-def test_validation_is_named_by_source_whoever_scores(case: Case) -> None:
+def test_whoever_else_scores_needs_neither(case: Case) -> None:
     case.manager = Own(case.tokenizer, 0)
-    assert case.all_missed() == {(SOURCE, "val")}
+    assert case.all_missed() == set()
     case.manager = NaiveRewardManager(case.tokenizer, 0)
     case.agents = True
-    assert case.all_missed() == {(SOURCE, "val")}
+    assert case.all_missed() == set()
 
 
 def test_a_data_set_of_ones_own_may_add_them(case: Case) -> None:
