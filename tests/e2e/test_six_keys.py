@@ -6,7 +6,10 @@ import json
 import logging
 from pathlib import Path
 
+import peft
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from caldera.demo.arithmetic import build_model, build_tokenizer
 from caldera.trainer.main_ppo import main
@@ -59,6 +62,24 @@ def test_six_keys(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[0]["data"]["actor/grad_norm"] > 0
     assert not any(key.startswith("val-") for row in rows for key in row["data"])
+
+
+def test_an_adapter_is_a_folder_of_pefts(folder: Path) -> None:
+    """Loaded by peft it is the model that was trained, which the checkpoint holds merged as
+    well."""
+    merged = "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]"
+    lora = ["actor_rollout_ref.model.lora_rank=4", "trainer.save_freq=2", merged]
+    assert main([*SIX, *lora, "trainer.default_local_dir=run"]) == 0
+    actor = folder / "run" / "global_step_2" / "actor"
+    base = AutoModelForCausalLM.from_pretrained("model")
+    tokens = torch.randint(3, 15, (2, 9))
+    before = base(tokens).logits
+    loaded = peft.PeftModel.from_pretrained(base, actor / "lora_adapter")
+    trained = AutoModelForCausalLM.from_pretrained(actor / "huggingface")
+    torch.testing.assert_close(loaded(tokens).logits, trained(tokens).logits)
+    assert not torch.allclose(loaded(tokens).logits, before)
+    named = peft.AutoPeftModelForCausalLM.from_pretrained(actor / "lora_adapter")
+    torch.testing.assert_close(named(tokens).logits, trained(tokens).logits)
 
 
 def test_rows_of_which_nobody_knows_the_scorer(

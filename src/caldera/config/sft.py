@@ -38,6 +38,7 @@ from caldera.config.validate import (
     check_contents,
     check_dtypes,
     check_layout,
+    check_push,
     check_resume,
 )
 from caldera.errors import ConfigError, UnsupportedError
@@ -333,6 +334,7 @@ def check_supervised(config: SFTTrainerConfig) -> None:
     _check_run(config)
     check_contents("trainer.checkpoint", trainer.checkpoint)
     check_layout("trainer.checkpoint", trainer.checkpoint)
+    check_push(trainer, trainer.save_freq, trainer.checkpoint, config.model)
     check_dtypes("model.fsdp_config", config.model.fsdp_config)
     check_betas("optim", config.optim.betas)
     check_supervised_strategy(config)

@@ -53,6 +53,9 @@ class RunKeys(ConfigGroup):
     default_hdfs_dir: str | None = None
     """URL of a folder that checkpoints are copied to, such as s3://bucket/run, hdfs://host/run or
     file:///run. A run goes on from there where its own folder has no newer one. null: none."""
+    push_to_hub: str | None = None
+    """Repository of the Hugging Face Hub, as name or owner/name, that each checkpoint is pushed to;
+    made, and private, where there is none. null: none."""
     del_local_ckpt_after_load: bool = False
     """Delete the local copy of a checkpoint once it was loaded, where there is one behind a URL."""
     ray_wait_register_center_timeout: int = option(300, minimum=1, unit="seconds")

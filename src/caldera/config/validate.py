@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 
 from caldera.config.actor import ActorConfig
 from caldera.config.batches import check_batches
@@ -11,6 +12,7 @@ from caldera.config.critic import CriticConfig
 from caldera.config.estimators import check_estimator
 from caldera.config.fields import as_list, check_console_metrics, shown
 from caldera.config.machine import memories
+from caldera.config.model import ModelConfig
 from caldera.config.optim import CONTENTS, CheckpointConfig, FSDPConfig
 from caldera.config.ppo import PPOTrainerConfig, check_search
 from caldera.config.profiling import ProfilerConfig, check_profilers
@@ -23,6 +25,7 @@ from caldera.config.rollout_correction import (
 )
 from caldera.config.samplers import NEUTRAL
 from caldera.config.strategies import check_strategies
+from caldera.config.trainer import RunKeys
 from caldera.errors import ConfigError, UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -115,6 +118,32 @@ def _check_checkpoints(config: PPOTrainerConfig) -> None:
         "critic.checkpoint": config.critic.checkpoint,
     }.items():
         check_layout(key, checkpoint)
+    parts = config.actor_rollout_ref
+    check_push(config.trainer, config.trainer.save_freq, parts.actor.checkpoint, parts.model)
+
+
+REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def check_push(
+    trainer: RunKeys, save_freq: int | str, checkpoint: CheckpointConfig, model: ModelConfig
+) -> None:
+    """Checkpoints that are pushed are saved, and hold a Hugging Face folder or an adapter."""
+    repository = trainer.push_to_hub
+    if repository is None:
+        return
+    if not REPOSITORY.fullmatch(repository):
+        raise ConfigError(
+            f"trainer.push_to_hub={repository!r}: takes the name of a repository, as name or "
+            "owner/name"
+        )
+    if save_freq == -1:
+        raise ConfigError(
+            f"trainer.push_to_hub={repository!r} pushes checkpoints, and trainer.save_freq=-1 "
+            "saves none: takes a number of steps (the last one is always saved)"
+        )
+    if "hf_model" not in checkpoint.save_contents and not model.has_adapter:
+        checkpoint.save_contents = [*checkpoint.save_contents, "hf_model"]
 
 
 def check_layout(group: str, checkpoint: CheckpointConfig) -> None:

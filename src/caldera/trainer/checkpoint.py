@@ -25,6 +25,7 @@ from caldera.storage.writing import flush, write_text_atomic
 from caldera.trainer.checkpoint_manifest import DamagedCheckpointError, verify, write_manifest
 
 if TYPE_CHECKING:
+    from caldera.trainer.hub import HubPushes
     from caldera.trainer.remote_checkpoints import CheckpointUploads, RemoteCheckpoints
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,11 @@ class CheckpointFolder:
 
             self._remote = RemoteCheckpoints(config)
             self._uploads = CheckpointUploads(self._remote, self.root)
+        self._pushes: HubPushes | None = None
+        if config.push_to_hub is not None:
+            from caldera.trainer.hub import HubPushes
+
+            self._pushes = HubPushes(config.push_to_hub, self.root)
 
     @property
     def has_saved(self) -> bool:
@@ -148,6 +154,8 @@ class CheckpointFolder:
             (self.root / TRACKER).unlink(missing_ok=True)
             if complete_steps(self.root):  # which nobody shall take for this run's
                 write_text_atomic(self.root / TRACKER, [STARTED_ANEW])
+        if self._pushes is not None:
+            self._pushes.begin()
         if self._remote is not None:
             self._try_remote(self._remote.check_writable, "cannot be written")
             if starts_anew:
@@ -192,6 +200,8 @@ class CheckpointFolder:
         written()
         self._publish(step)
         self._saved = step
+        if self._pushes is not None:
+            self._pushes.add(step, self.root / step_folder(step))
         self._prune(step)
         if self._uploads is not None:
             self._uploads.add(step)
@@ -202,10 +212,17 @@ class CheckpointFolder:
 
     def metrics(self) -> dict[str, float]:
         """What a save is to be logged with, beside the time that it took."""
-        return {} if self._uploads is None else {"checkpoint/failed_uploads": self._uploads.failed}
+        copies = {"uploads": self._uploads, "pushes": self._pushes}
+        return {
+            f"checkpoint/failed_{name}": float(copy.failed)
+            for name, copy in copies.items()
+            if copy is not None
+        }
 
     def close(self) -> None:
-        """Wait for what is being uploaded, unless that stands still."""
+        """Wait for what is being uploaded or pushed, unless that stands still."""
+        if self._pushes is not None:
+            self._pushes.wait()
         if self._uploads is not None:
             self._uploads.wait()
             if self._saved is not None:  # what was spared because it was being uploaded

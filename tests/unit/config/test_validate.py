@@ -27,6 +27,14 @@ def test_without_files_to_validate_on_nothing_is_validated(load: Load) -> None:
     assert load().trainer.val_before_train
 
 
+def test_what_is_pushed_is_saved_as_a_model_or_an_adapter(load: Load) -> None:
+    push = ("trainer.push_to_hub=me/model", "trainer.save_freq=5")
+    assert "hf_model" in load(*push).actor_rollout_ref.actor.checkpoint.save_contents
+    adapter = load(*push, "actor_rollout_ref.model.lora_rank=4").actor_rollout_ref.actor
+    assert "hf_model" not in adapter.checkpoint.save_contents
+    assert "hf_model" not in load().actor_rollout_ref.actor.checkpoint.save_contents
+
+
 def test_resume_path_needs_a_path(load: Load) -> None:
     with pytest.raises(ConfigError, match=r"needs trainer\.resume_from_path"):
         load("trainer.resume_mode=resume_path")
