@@ -17,37 +17,9 @@ from caldera.trainer.entry import ConfigCommand
 
 OUTPUT = "data.output_path"
 ROLLOUT = "actor_rollout_ref.rollout"
-SAME = {
-    "data": ("prompt_key",),
-    "actor_rollout_ref.model": ("path", "trust_remote_code", "external_lib"),
-    ROLLOUT: (
-        "name",
-        "temperature",
-        "top_k",
-        "top_p",
-        "prompt_length",
-        "response_length",
-        "seed",
-        "dtype",
-        "gpu_memory_utilization",
-        "tensor_model_parallel_size",
-        "engine_python",
-        "max_num_batched_tokens",
-        "max_num_seqs",
-        "max_model_len",
-        "enable_chunked_prefill",
-        "enable_prefix_caching",
-        "ignore_eos",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "stop_token_ids",
-        "stop",
-    ),
-    "trainer": ("nnodes", "n_gpus_per_node", "worker_group", "device"),
-}
-"""Keys that a generation has under the same name, in the group of the last part's name."""
+GROUPS = ("data", "actor_rollout_ref.model", ROLLOUT, "trainer")
+"""A generation has the same keys in groups that are called by the last part."""
+NOT_THE_SAME = {"engine_kwargs", "remote"}
 OTHERWISE = (
     "data.train_files",
     "data.max_prompt_length",
@@ -79,7 +51,7 @@ OF_TRAINING = (
 
 def _check_unread(given: PPOTrainerConfig, usual: PPOTrainerConfig) -> None:
     """No key is set that would change what is sampled, and that nothing here reads."""
-    read = {f"{group}.{name}" for group, names in SAME.items() for name in names}
+    read = {f"{group}.{name}" for group in GROUPS for name in _same(given, group)}
     defaults = {key: value for key, _, value in walk(usual)}
     for key, about, value in walk(given):
         of_sampling = key.startswith(("data.", "actor_rollout_ref.model.", f"{ROLLOUT}."))
@@ -94,9 +66,9 @@ def _check_unread(given: PPOTrainerConfig, usual: PPOTrainerConfig) -> None:
 
 def _generation(given: PPOTrainerConfig, output: Any) -> GenerationConfig:
     made = GenerationConfig()
-    for group, names in SAME.items():
+    for group in GROUPS:
         source, place = _group(given, group), _group(made, group.rpartition(".")[2])
-        for name in names:
+        for name in _same(given, group):
             setattr(place, name, getattr(source, name))
     rollout = given.actor_rollout_ref.rollout
     made.data.path, made.data.output_path = _one_file(given.data.train_files), output
@@ -106,6 +78,12 @@ def _generation(given: PPOTrainerConfig, output: Any) -> GenerationConfig:
         made.rollout.temperature = 0.0
     made.ray_kwargs = given.ray_kwargs
     return made
+
+
+def _same(given: PPOTrainerConfig, group: str) -> set[str]:
+    """Keys of a group that a generation has, too."""
+    ours, theirs = _group(GenerationConfig(), group.rpartition(".")[2]), _group(given, group)
+    return (vars(ours).keys() & vars(theirs).keys()) - NOT_THE_SAME
 
 
 def _group(config: Any, name: str) -> Any:

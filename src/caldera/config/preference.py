@@ -15,7 +15,6 @@ from caldera.config.sft import (
     SFTOptimizerConfig,
     SFTRunConfig,
     SFTTrainerConfig,
-    supervised_sequence_parallel_size,
 )
 from caldera.config.strategies import MEGATRON
 from caldera.errors import ConfigError, UnsupportedError
@@ -54,6 +53,10 @@ class PreferenceDataConfig(SFTDataConfig):
     @property
     def longest(self) -> int:
         return 2 * self.max_length
+
+    @property
+    def longest_in_words(self) -> str:
+        return f"the responses of a pair, up to data.max_length={self.max_length} tokens each"
 
 
 @dataclass
@@ -111,25 +114,11 @@ class DPOTrainerConfig(SFTTrainerConfig):
 
 def check_preference(config: SFTTrainerConfig) -> None:
     """Raise unless the keys fit each other; those of other supervised runs are no matter here."""
-    if isinstance(config.data, PreferenceDataConfig):
-        _check_tokens(config)
     if isinstance(config, DPOTrainerConfig):
         _check_dpo(config.dpo)
     if isinstance(config, RewardModelTrainerConfig) and config.model.strategy == MEGATRON:
         raise UnsupportedError(
             "model.strategy='megatron': reward models are trained by local, fsdp and fsdp2"
-        )
-
-
-def _check_tokens(config: SFTTrainerConfig) -> None:
-    data, ranks = config.data, supervised_sequence_parallel_size(config)
-    tokens = data.max_token_len_per_gpu
-    if data.use_dynamic_bsz and tokens is not None and tokens * ranks < data.longest:
-        shared = f" x {ranks} ranks" if ranks > 1 else ""
-        raise ConfigError(
-            f"data.max_token_len_per_gpu={tokens}{shared} tokens cannot hold "
-            f"the responses of a pair, up to data.max_length={data.max_length} tokens each; takes "
-            f"at least {-(-data.longest // ranks)}"
         )
 
 

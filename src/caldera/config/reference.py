@@ -66,8 +66,16 @@ class KeyInfo:
 
 def describe(schema: type) -> list[KeyInfo]:
     """Every key of a schema in order."""
-    owners = dict(_owners(schema()))
-    return [_key_info(key, field, owners[key]) for key, field, _ in walk(schema())]
+    return list(_infos(schema()))
+
+
+def _infos(config: Any, prefix: str = "") -> Iterator[KeyInfo]:
+    for field in dataclasses.fields(config):
+        key, value = f"{prefix}{key_name(field)}", getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _infos(value, f"{key}.")
+        else:
+            yield _key_info(key, field, type(config))
 
 
 def _key_info(key: str, field: Field, owner: type) -> KeyInfo:
@@ -107,16 +115,6 @@ def _wrapped(text: str, width: int, first: str, later: str) -> list[str]:
     return textwrap.wrap(
         text, width, initial_indent=first, subsequent_indent=later, break_on_hyphens=False
     )
-
-
-def _owners(config: Any, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """Every leaf key with the class that holds it."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _owners(value, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{key_name(field)}", type(config)
 
 
 @cache
@@ -197,10 +195,15 @@ def _yaml_lines(
 
 def short_table(schema: type) -> str:
     """Markdown: the keys of the short profile."""
+    infos = [info for info in describe(schema) if info.key in SHORT_PROFILE]
+    return _table({info.key: info for info in infos})
+
+
+def _table(infos: Mapping[str, KeyInfo]) -> str:
+    """Keys by what they are called in it."""
     rows = [
-        f"| `{i.key}` | {_cell(i.type)} | `{_cell(i.default)}` | {i.unit} | {_cell(i.text)} |"
-        for i in describe(schema)
-        if i.key in SHORT_PROFILE
+        f"| `{name}` | {_cell(i.type)} | `{_cell(i.default)}` | {i.unit} | {_cell(i.text)} |"
+        for name, i in infos.items()
     ]
     head = "| key | type | default | unit | meaning |\n|---|---|---|---|---|\n"
     return head + "\n".join(rows) + "\n"
@@ -216,13 +219,8 @@ def reference_tables(schema: type, base: type | None = None) -> str:
             groups.setdefault(info.key.rpartition(".")[0], []).append(info)
     parts = []
     for group, members in groups.items():
-        rows = [
-            f"| `{i.key.rpartition('.')[2]}` | {_cell(i.type)} | `{_cell(i.default)}` | {i.unit} "
-            f"| {_cell(i.text)} |"
-            for i in members
-        ]
-        head = "| key | type | default | unit | meaning |\n|---|---|---|---|---|\n"
-        parts.append(f"### {group or 'Top level'}\n\n{head}" + "\n".join(rows) + "\n")
+        table = _table({info.key.rpartition(".")[2]: info for info in members})
+        parts.append(f"### {group or 'Top level'}\n\n{table}")
     return "\n".join(parts)
 
 

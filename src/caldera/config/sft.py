@@ -116,6 +116,10 @@ class SFTDataConfig(ConfigGroup):
         """Most tokens of what a micro-batch has to hold at least."""
         return self.max_length
 
+    @property
+    def longest_in_words(self) -> str:
+        return f"one sample of up to data.max_length={self.max_length} tokens"
+
 
 @dataclass
 class SFTMemoryConfig(FSDPConfig):
@@ -391,12 +395,11 @@ def _check_frequency(key: str, value: Any) -> None:
 def _check_tokens(config: SFTTrainerConfig) -> None:
     data, ranks = config.data, supervised_sequence_parallel_size(config)
     tokens = data.max_token_len_per_gpu
-    if data.use_dynamic_bsz and tokens is not None and tokens * ranks < data.max_length:
+    if data.use_dynamic_bsz and tokens is not None and tokens * ranks < data.longest:
         shared = f" x {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
-            f"data.max_token_len_per_gpu={tokens}{shared} tokens cannot hold one sample of up to "
-            f"data.max_length={data.max_length} tokens; takes at least "
-            f"{-(-data.max_length // ranks)}"
+            f"data.max_token_len_per_gpu={tokens}{shared} tokens cannot hold "
+            f"{data.longest_in_words}; takes at least {-(-data.longest // ranks)}"
         )
 
 

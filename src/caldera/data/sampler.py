@@ -77,20 +77,9 @@ def create_sampler(data_source: RowSource, config: DataConfig) -> AbstractSample
     """The sampler that `data.sampler` names, or None if it names none."""
     chosen = config.sampler
     if chosen.class_path is None:
-        if chosen.class_name is not None:
-            raise ConfigError(
-                f"data.sampler.class_name={chosen.class_name!r} is given without "
-                "data.sampler.class_path"
-            )
         return None
     sampler_class = load_object(chosen.class_path, chosen.class_name, "data.sampler")
     _check_class(sampler_class, f"{chosen.class_name!r} of {chosen.class_path}")
-    if config.dataloader_num_workers != 0:
-        raise ConfigError(
-            f"data.dataloader_num_workers={config.dataloader_num_workers}: takes 0 with "
-            "data.sampler.class_path, since other processes would ask the sampler for rows ahead "
-            "of time"
-        )
     sampler: AbstractSampler = sampler_class(data_source=data_source, data_config=config)
     if isinstance(sampler, AbstractCurriculumSampler) and not has_state(sampler):
         logger.warning(

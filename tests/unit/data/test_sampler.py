@@ -315,18 +315,6 @@ def test_what_is_no_sampler(make_loader: MakeLoader, name: str | None, said: str
         make_loader(name)
 
 
-def test_a_name_without_a_path(make_config: MakeConfig) -> None:
-    config = make_config(train_batch_size=2)
-    config.sampler.class_name = "Backwards"
-    with pytest.raises(ConfigError, match=r"class_name='Backwards' .* data.sampler.class_path"):
-        create_train_loader(Numbers(4), config)
-
-
-def test_workers_are_refused(make_loader: MakeLoader) -> None:
-    with pytest.raises(ConfigError, match=r"data.dataloader_num_workers=2: takes 0 with data.sam"):
-        make_loader("Learning", dataloader_num_workers=2)
-
-
 def test_a_curriculum_without_a_state_is_warned_of(
     make_loader: MakeLoader, caplog: pytest.LogCaptureFixture
 ) -> None:
