@@ -110,6 +110,21 @@ class AgentLoopOutput:
                 )
 
 
+@dataclass
+class ResponseTokens:
+    """The tokens behind the prompt of a trajectory that is under way."""
+
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    response_logprobs: list[float] = field(default_factory=list)
+
+    def append(self, ids: Sequence[int], log_probs: Sequence[float] | None = None) -> None:
+        """Put tokens behind the others; those without log-probs are not the policy's."""
+        self.response_ids += ids
+        self.response_mask += [int(log_probs is not None)] * len(ids)
+        self.response_logprobs += [0.0] * len(ids) if log_probs is None else log_probs
+
+
 @dataclass(frozen=True)
 class Equipment:
     """The components that the loops of a process share."""

@@ -61,17 +61,7 @@ class ReactAgentLoop(ToolAgentLoop):
         self._sampling_params = sampling_params
         with suppress(TrajectoryOver):  # what there is of it is the trajectory
             await invoke(self.build_graph(RolloutChatModel(loop=self)), row["raw_prompt"])
-        trajectory = self.trajectory
-        return AgentLoopOutput(
-            prompt_ids=trajectory.prompt_ids,
-            response_ids=trajectory.response_ids,
-            response_mask=trajectory.response_mask,
-            response_logprobs=trajectory.response_logprobs,
-            num_turns=trajectory.user_turns + trajectory.assistant_turns + 1,
-            extra_fields={"turn_scores": [], "tool_rewards": trajectory.tool_rewards},
-            turn_rewards=trajectory.turn_rewards,
-            tool_calls=trajectory.tool_calls,
-        )
+        return self.trajectory.output()
 
     def _interaction(self, row: Mapping[str, Any]) -> None:
         """A graph is talked to by nobody else."""

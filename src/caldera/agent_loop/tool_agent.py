@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from caldera.agent_loop.base import AgentLoopBase, AgentLoopOutput, TokenOutput, register
+from caldera.agent_loop.base import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    ResponseTokens,
+    TokenOutput,
+    register,
+)
 from caldera.agent_loop.output import DETAIL, TOOL, USER
 from caldera.data.chat import Message
 from caldera.data.loader import truncate
@@ -35,15 +41,12 @@ class State(Enum):
     TERMINATED = "nothing more"
 
 
-@dataclass
-class Trajectory:
+@dataclass(kw_only=True)
+class Trajectory(ResponseTokens):
     """A trajectory under way."""
 
     tools: ToolState
     prompt_ids: list[int] = field(default_factory=list)
-    response_ids: list[int] = field(default_factory=list)
-    response_mask: list[int] = field(default_factory=list)
-    response_logprobs: list[float] = field(default_factory=list)
     calls: Sequence[FunctionCall] = ()
     problems: Sequence[str] = ()
     """Calls of the last response, and errors of unreadable ones."""
@@ -55,12 +58,6 @@ class Trajectory:
     tool_calls: dict[str, int] = field(default_factory=dict)
     conversation: Conversation | None = None
     """With the row's interaction; None: there is none."""
-
-    def append(self, ids: Sequence[int], log_probs: Sequence[float] | None = None) -> None:
-        """Put tokens behind the others; those without log-probs are not the policy's."""
-        self.response_ids += ids
-        self.response_mask += [int(log_probs is not None)] * len(ids)
-        self.response_logprobs += [0.0] * len(ids) if log_probs is None else log_probs
 
     def count(self, calls: Mapping[str, int], prefix: str) -> None:
         """Add calls, by outcome, to those of `tool_calls`."""
@@ -78,6 +75,18 @@ class Trajectory:
     def reward_turn(self, reward: float) -> None:
         """Reward the last response, on its last token."""
         self.turn_rewards.append((len(self.response_ids) - 1, reward))
+
+    def output(self) -> AgentLoopOutput:
+        return AgentLoopOutput(
+            prompt_ids=self.prompt_ids,
+            response_ids=self.response_ids,
+            response_mask=self.response_mask,
+            response_logprobs=self.response_logprobs,
+            num_turns=self.user_turns + self.assistant_turns + 1,
+            extra_fields={"turn_scores": self.turn_scores, "tool_rewards": self.tool_rewards},
+            turn_rewards=self.turn_rewards,
+            tool_calls=self.tool_calls,
+        )
 
 
 @register("tool_agent")
@@ -108,19 +117,7 @@ class ToolAgentLoop(AgentLoopBase):
                 await conversation.end()
         if conversation is not None:
             trajectory.count(conversation.failures, f"interaction.{conversation.interaction.name}")
-        return AgentLoopOutput(
-            prompt_ids=trajectory.prompt_ids,
-            response_ids=trajectory.response_ids,
-            response_mask=trajectory.response_mask,
-            response_logprobs=trajectory.response_logprobs,
-            num_turns=trajectory.user_turns + trajectory.assistant_turns + 1,
-            extra_fields={
-                "turn_scores": trajectory.turn_scores,
-                "tool_rewards": trajectory.tool_rewards,
-            },
-            turn_rewards=trajectory.turn_rewards,
-            tool_calls=trajectory.tool_calls,
-        )
+        return trajectory.output()
 
     # ------------------------------------------------------------------ states
 
@@ -188,7 +185,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
         interaction = self._interaction(row)
         talk = None if interaction is None else Conversation(interaction, state.request_id, row)
-        return Trajectory(state, conversation=talk)
+        return Trajectory(tools=state, conversation=talk)
 
     def _interaction(self, row: Mapping[str, Any]) -> BaseInteraction | None:
         interactions = self.equipment.interactions

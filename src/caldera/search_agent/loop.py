@@ -5,13 +5,19 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from caldera.agent_loop.base import AgentLoopBase, AgentLoopOutput, ServerManager, register
+from caldera.agent_loop.base import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    ResponseTokens,
+    ServerManager,
+    register,
+)
 from caldera.agent_loop.output import DETAIL, TOOL
 from caldera.config import PPOTrainerConfig
 from caldera.data.loader import truncate
@@ -88,12 +94,9 @@ class SearchSettings:
 
 
 @dataclass
-class SearchTrajectory:
+class SearchTrajectory(ResponseTokens):
     """The tokens after the prompt, and what the policy did."""
 
-    response_ids: list[int] = field(default_factory=list)
-    response_mask: list[int] = field(default_factory=list)
-    response_logprobs: list[float] = field(default_factory=list)
     actions: int = 0
     """Turns of the policy."""
     valid_actions: int = 0
@@ -102,12 +105,6 @@ class SearchTrajectory:
     """Those to which the service gave no answer."""
     finished: bool = False
     """Whether it ended with an answer."""
-
-    def append(self, ids: Sequence[int], log_probs: Sequence[float] | None = None) -> None:
-        """Put tokens behind the others; those without log-probs are not the policy's."""
-        self.response_ids += ids
-        self.response_mask += [int(log_probs is not None)] * len(ids)
-        self.response_logprobs += [0.0] * len(ids) if log_probs is None else log_probs
 
 
 class LLMGenerationManager:

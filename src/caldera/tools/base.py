@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 from caldera.errors import ConfigError, nearest
@@ -136,6 +136,19 @@ class NoOptions:
     """Of a tool that has the limits of every tool alone."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RateOptions:
+    enable_global_rate_limit: bool = True
+    """False: `rate_limit` does not hold."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enable_global_rate_limit, bool):
+            raise ConfigError(
+                f"config.enable_global_rate_limit={self.enable_global_rate_limit!r} "
+                "must be true or false"
+            )
+
+
 class ShippedTool(BaseTool):
     """A tool that comes with Caldera: of its `config` it knows every key."""
 
@@ -146,6 +159,8 @@ class ShippedTool(BaseTool):
     ) -> None:
         self.options: Any = read_options(self.options_class, config, type(self).__name__)
         super().__init__(config, tool_schema)
+        if isinstance(self.options, RateOptions) and not self.options.enable_global_rate_limit:
+            self.limits = replace(self.limits, rate_limit=None)
 
 
 def read_options(options: type[Options], config: Mapping[str, Any], tool: str) -> Options:

@@ -6,15 +6,20 @@ import atexit
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from caldera.errors import ConfigError
 from caldera.sandbox import Limits, Outcome, Sandbox, SandboxFusionClient
 from caldera.threads import in_thread
-from caldera.tools.base import ShippedTool, ToolLimits, ToolResponse, require_positive
+from caldera.tools.base import (
+    RateOptions,
+    ShippedTool,
+    ToolLimits,
+    ToolResponse,
+    require_positive,
+)
 from caldera.tools.schemas import OpenAIFunctionToolSchema
 
 NOTHING_PRINTED = "no stdout here"
@@ -69,24 +74,18 @@ class PythonTool(ProgramTool):
         return _sandbox().run(code, limits=self.program_limits())
 
 
-@dataclass(frozen=True)
-class SandboxFusionOptions:
+@dataclass(frozen=True, kw_only=True)
+class SandboxFusionOptions(RateOptions):
     sandbox_fusion_url: str
     default_timeout: float = 30.0
     """Seconds that a program may run."""
     default_language: str = "python"
     memory_limit_mb: int = 1024
-    enable_global_rate_limit: bool = True
-    """False: `rate_limit` does not hold."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_positive("default_timeout", self.default_timeout)
         require_positive("memory_limit_mb", self.memory_limit_mb, is_count=True)
-        if not isinstance(self.enable_global_rate_limit, bool):
-            raise ConfigError(
-                f"config.enable_global_rate_limit={self.enable_global_rate_limit!r} "
-                "must be true or false"
-            )
         if not str(self.sandbox_fusion_url).startswith(("http://", "https://")):
             raise ConfigError(
                 f"config.sandbox_fusion_url={self.sandbox_fusion_url!r} must be the address of an "
@@ -102,13 +101,6 @@ class SandboxFusionTool(ProgramTool):
     options_class = SandboxFusionOptions
     # The client that asks the server has its own timeouts and attempts.
     default_limits = ToolLimits(timeout=None, num_workers=10, rate_limit=10)
-
-    def __init__(
-        self, config: Mapping[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
-    ) -> None:
-        super().__init__(config, tool_schema)
-        if not self.options.enable_global_rate_limit:
-            self.limits = replace(self.limits, rate_limit=None)
 
     def run_program(self, code: str) -> Outcome:
         return _client(self.options.sandbox_fusion_url).run(code, limits=self.program_limits())

@@ -9,7 +9,7 @@ from typing import Any
 
 from caldera.errors import ConfigError
 from caldera.http_client import AsyncJsonClient, Refused, Retries, Unavailable
-from caldera.tools.base import ShippedTool, ToolLimits, ToolResponse, encodable
+from caldera.tools.base import RateOptions, ShippedTool, ToolLimits, ToolResponse, encodable
 from caldera.tools.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema
 
 # ---- Asking a retrieval service for passages: POST /retrieve, as `caldera retriever serve` answers
@@ -118,25 +118,19 @@ SCHEMA = OpenAIFunctionToolSchema(
 )
 
 
-@dataclass(frozen=True)
-class SearchOptions:
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(RateOptions):
     """Keys of the tool's `config`, beside the limits of every tool."""
 
     retrieval_service_url: str = ""
     topk: int = 3
     """Passages that a query gets."""
     attempts: int = ATTEMPTS
-    enable_global_rate_limit: bool = True
-    """False: `rate_limit` does not hold."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if type(self.topk) is not int or self.topk < 1:
             raise ConfigError(f"config.topk={self.topk!r} must be an integer above 0")
-        if not isinstance(self.enable_global_rate_limit, bool):
-            raise ConfigError(
-                f"config.enable_global_rate_limit={self.enable_global_rate_limit!r} "
-                "must be true or false"
-            )
 
 
 class SearchTool(ShippedTool):
@@ -164,8 +158,6 @@ class SearchTool(ShippedTool):
         )
         # The client sees to attempts and their timeouts.
         self.limits = replace(self.limits, timeout=None, attempts=1)
-        if not options.enable_global_rate_limit:
-            self.limits = replace(self.limits, rate_limit=None)
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return self.tool_schema or SCHEMA

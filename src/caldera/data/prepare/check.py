@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -186,8 +186,17 @@ BAR = 32  # characters
 
 def check_tables(check: FileCheck) -> RenderableType:
     """Everything that is known of a file, problems last."""
-    parts: list[RenderableType] = [Text(f"{check.file}: {check.rows:,} rows"), _schema_table(check)]
-    parts.append(_sources_table(check))
+    schema = [(Text(column), Text(kind)) for column, kind in check.schema.items()]
+    unknown = Text("none known", style="yellow")
+    sources = [
+        (Text(source), f"{count:,}", Text(scorer) if scorer else unknown)
+        for source, (count, scorer) in check.sources.items()
+    ]
+    parts: list[RenderableType] = [
+        Text(f"{check.file}: {check.rows:,} rows"),
+        _table("schema", ("column", "type"), schema),
+        _table("data sources", ("data_source", "rows", "scorer"), sources),
+    ]
     for lengths, unit in ((check.characters, "characters"), (check.tokens, "tokens")):
         if lengths:
             parts.append(_histogram(lengths, unit))
@@ -204,44 +213,32 @@ def check_tables(check: FileCheck) -> RenderableType:
             )
         )
     if check.problems:
-        parts.append(_problems(check))
+        problems = [(Text(problem, style="red"),) for problem in check.problems]
+        parts.append(_table("problems", ("what is wrong",), problems))
     else:
         parts.append(Text("no problems found", style="green"))
     return Group(*parts)
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
-    return table
-
-
-def _schema_table(check: FileCheck) -> Table:
-    table = _table("schema", "column", "type")
-    for column, kind in check.schema.items():
-        table.add_row(Text(column), Text(kind))
-    return table
-
-
-def _sources_table(check: FileCheck) -> Table:
-    table = _table("data sources", "data_source", "rows", "scorer")
-    for source, (count, scorer) in check.sources.items():
-        named = Text(scorer) if scorer else Text("none known", style="yellow")
-        table.add_row(Text(source), f"{count:,}", named)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
 def _histogram(lengths: list[int], unit: str) -> Table:
     middle = statistics.median(lengths)
     title = f"{unit} of a prompt: {min(lengths):,} to {max(lengths):,}, median {middle:,.0f}"
-    table = _table(title, unit, "rows", "")
     bins = list(histogram(lengths))
     most = max(count for _, _, count in bins)
-    for first, last, count in bins:
-        bar = "#" * -(-count * BAR // most)
-        table.add_row(f"{first:,} to {last:,}", f"{count:,}", bar)
-    return table
+    rows = [
+        (f"{first:,} to {last:,}", f"{count:,}", "#" * -(-count * BAR // most))
+        for first, last, count in bins
+    ]
+    return _table(title, (unit, "rows", ""), rows)
 
 
 def histogram(lengths: list[int]) -> Iterator[tuple[int, int, int]]:
@@ -251,10 +248,3 @@ def histogram(lengths: list[int]) -> Iterator[tuple[int, int, int]]:
     for first in range(low, high + 1, width):
         last = min(first + width - 1, high)
         yield first, last, sum(first <= length <= last for length in lengths)
-
-
-def _problems(check: FileCheck) -> Table:
-    table = _table("problems", "what is wrong")
-    for problem in check.problems:
-        table.add_row(Text(problem, style="red"))
-    return table

@@ -6,7 +6,7 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,6 @@ class BatchedSearch:
         self._lock = threading.Lock()  # over the cache
         self._waiting: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()
         self.cache_hits = 0
-        self._searching = ThreadPoolExecutor(1)
         self._thread = threading.Thread(target=self._serve, name="search", daemon=True)
         self._thread.start()
 
@@ -48,7 +47,6 @@ class BatchedSearch:
     def close(self) -> None:
         self._waiting.put(None)
         self._thread.join()
-        self._searching.shutdown()
 
     def _find(self, key: Key) -> Future[list[Hit]]:
         """Also a query that is being searched for already is not searched for again."""
@@ -78,37 +76,27 @@ class BatchedSearch:
     def _serve_some(self) -> bool:
         """Wait for questions and answer them; False when there will be no more. A function of its
         own, since the answers would else be held until there is another question."""
-        if (first := self._waiting.get()) is None:
-            return False
-        asked = [first]
-        while len(asked) < MOST_TOGETHER and not self._waiting.empty():
-            another = self._waiting.get()
-            if another is None:
-                self._waiting.put(None)
-                break
-            asked.append(another)
-        self._answer(asked)
-        return True
+        asked = [self._waiting.get()]
+        while asked[-1] and len(asked) < MOST_TOGETHER and not self._waiting.empty():
+            asked.append(self._waiting.get())
+        goes_on, waiting = asked[-1] is not None, [each for each in asked if each is not None]
+        for topk in {topk for (_, topk), _ in waiting}:
+            self._find_all([each for each in waiting if each[0][1] == topk], topk)
+        return goes_on
 
-    def _answer(self, asked: list[Waiting]) -> None:
-        for topk in {topk for (_, topk), _ in asked}:
-            group = [(query, found) for (query, wanted), found in asked if wanted == topk]
-            queries = [query for query, _ in group]
-            searched = self._searching.submit(self._index.search, queries, topk)
-            if (error := searched.exception()) is not None:
-                self._fail([((query, topk), found) for query, found in group], error)
-                continue
-            for (_, found), hits in zip(group, searched.result(), strict=True):
-                found.set_result(hits)
-
-    def _fail(self, asked: list[Waiting], error: BaseException) -> None:
-        """Waiting callers get the error, and new requests for the same are searched for again."""
-        with self._lock:
-            for key, _ in asked:
-                if self._cache.pop(key, None) is not None:
-                    self._kept_passages -= key[1]
-        for _, found in asked:
-            found.set_exception(error)
+    def _find_all(self, asked: list[Waiting], topk: int) -> None:
+        try:
+            searched = self._index.search([query for (query, _), _ in asked], topk)
+        except Exception as error:  # noqa: BLE001 -- waiting callers get it
+            with self._lock:  # and new requests for the same are searched for again
+                for key, _ in asked:
+                    if self._cache.pop(key, None) is not None:
+                        self._kept_passages -= key[1]
+            for _, found in asked:
+                found.set_exception(error)
+            return
+        for (_, found), hits in zip(asked, searched, strict=True):
+            found.set_result(hits)
 
 
 MAX_REQUEST_BYTES = 8 * 2**20
