@@ -7,103 +7,71 @@ import importlib
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from caldera import __version__
-from caldera.commands.completion import SHELLS, CommandWords, completion_script, words_of
+from caldera.commands.completion import SHELLS, completion_script, words_of
+from caldera.config import PPOTrainerConfig
 from caldera.errors import nearest
 from caldera.installation import version_line
 from caldera.trainer.entry import (
     USER_ERROR,
+    ConfigCommand,
+    OptionsCommand,
     leave_if_stopped,
-    run_entry_point,
-    split_overrides,
     stopped,
     text_parser,
 )
 
 
-@dataclass(frozen=True)
-class Command:
-    """What `caldera NAME` does: all of it is imported when it is asked for, as `module:name`."""
+class Command(NamedTuple):
+    """What `caldera NAME` does."""
 
     help: str
-    main: str
-    """Takes the arguments, returns the exit status."""
-    parser: str
-    """Makes the parser that reads them."""
-    schema: str | None = None
-    """The config whose keys it takes."""
-
-
-def of_module(help: str, module: str) -> Command:
-    """A command that is a module."""
-    return Command(help, f"{module}:main", f"{module}:parser")
-
-
-def of_keys(help: str, command: str) -> Command:
-    """A command that takes `key=value ...`."""
-    return Command(
-        f"{help}: key=value ...", f"{command}.main", f"{command}.parser", f"{command}.schema"
-    )
+    target: str
+    """`module:NAME` in this package, imported when it is asked for: a ConfigCommand, or an
+    OptionsCommand."""
 
 
 COMMANDS = {
-    "train": of_keys("train by reinforcement learning", "caldera.trainer.main_ppo:TRAIN"),
-    "sft": of_keys("fine-tune on responses or conversations", "caldera.trainer.sft_trainer:SFT"),
-    "rm": of_keys(
-        "train a reward model on pairs of responses", "caldera.trainer.rm_trainer:REWARD_MODEL"
+    "train": Command("train by reinforcement learning: key=value ...", "trainer.main_ppo:TRAIN"),
+    "sft": Command(
+        "fine-tune on responses or conversations: key=value ...", "trainer.sft_trainer:SFT"
     ),
-    "dpo": of_keys("train a policy on pairs of responses", "caldera.trainer.dpo_trainer:DPO"),
-    "generate": of_keys(
-        "sample responses to the prompts of a file", "caldera.commands.generate:GENERATE"
+    "rm": Command(
+        "train a reward model on pairs of responses: key=value ...",
+        "trainer.rm_trainer:REWARD_MODEL",
     ),
-    "eval": of_keys("score a file of responses", "caldera.commands.eval:EVALUATE"),
-    "serve": of_keys("serve a model behind OpenAI's protocol", "caldera.commands.serve:SERVE"),
-    "plan": Command(
-        "what a training run would do and need: key=value ...",
-        "caldera.commands.plan:main",
-        "caldera.commands.plan:parser",
-        "caldera.config:PPOTrainerConfig",
+    "dpo": Command(
+        "train a policy on pairs of responses: key=value ...", "trainer.dpo_trainer:DPO"
     ),
-    "doctor": of_module(
-        "what of this machine works, and how to mend the rest", "caldera.commands.doctor"
+    "generate": Command(
+        "sample responses to the prompts of a file: key=value ...", "commands.generate:GENERATE"
     ),
-    "data": Command(
-        "prepare public data sets, check data files",
-        "caldera.cli:data",
-        "caldera.data.prepare.command:parser",
+    "eval": Command("score a file of responses: key=value ...", "commands.eval:EVALUATE"),
+    "serve": Command(
+        "serve a model behind OpenAI's protocol: key=value ...", "commands.serve:SERVE"
     ),
-    "retriever": Command(
-        "index passages, and serve them to agents that search",
-        "caldera.cli:retriever",
-        "caldera.search_agent.retriever.command:parser",
+    "plan": Command("what a training run would do and need: key=value ...", "commands.plan:PLAN"),
+    "doctor": Command(
+        "what of this machine works, and how to mend the rest", "commands.doctor:DOCTOR"
     ),
-    "demo": Command(
-        "watch a model learn on this machine", "caldera.cli:demo", "caldera.cli:demo_parser"
+    "data": Command("prepare public data sets, check data files", "cli:DATA"),
+    "retriever": Command("index passages, and serve them to agents that search", "cli:RETRIEVER"),
+    "demo": Command("watch a model learn on this machine", "cli:DEMO"),
+    "report": Command("make one page of a run's folder", "cli:REPORT"),
+    "merge": Command("make a Hugging Face folder of a checkpoint", "commands.merge:MERGE"),
+    "sandbox": Command("run programs that a model wrote, for others", "cli:SANDBOX"),
+    "repeat": Command(
+        "what has changed since a run, and the command that repeats it", "commands.repeat:REPEAT"
     ),
-    "report": Command(
-        "make one page of a run's folder", "caldera.cli:report", "caldera.cli:report_parser"
-    ),
-    "merge": of_module("make a Hugging Face folder of a checkpoint", "caldera.commands.merge"),
-    "sandbox": Command(
-        "run programs that a model wrote, for others",
-        "caldera.cli:sandbox",
-        "caldera.cli:sandbox_parser",
-    ),
-    "repeat": of_module(
-        "what has changed since a run, and the command that repeats it", "caldera.commands.repeat"
-    ),
-    "migrate": of_module(
+    "migrate": Command(
         "read a launch script of verl's: what changes, and a short equivalent",
-        "caldera.commands.migrate",
+        "commands.migrate:MIGRATE",
     ),
     "completion": Command(
-        "print a script that completes commands, options and keys in a shell",
-        "caldera.cli:completion",
-        "caldera.cli:completion_parser",
+        "print a script that completes commands, options and keys in a shell", "cli:COMPLETION"
     ),
 }
 
@@ -112,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in COMMANDS:
-        status = _status_of(COMMANDS[arguments[0]], arguments[1:])
+        status = _status_of(arguments[0], arguments[1:])
         return leave_if_stopped(status) if argv is None else status
     parser = _parser()
     if not arguments:
@@ -126,9 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _status_of(command: Command, arguments: list[str]) -> int:
+def _status_of(name: str, arguments: list[str]) -> int:
     try:
-        status: int = _named(command.main)(arguments)
+        status = _command(name).main(arguments)
     except KeyboardInterrupt as stop:  # before it had begun: imports take a moment
         return stopped(stop)
     return status
@@ -159,30 +127,40 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _named(target: str) -> Any:
-    module, _, names = target.partition(":")
-    found: Any = importlib.import_module(module)
-    for name in names.split("."):
-        found = getattr(found, name)
+def _command(name: str) -> ConfigCommand[Any] | OptionsCommand:
+    module, _, constant = COMMANDS[name].target.partition(":")
+    found: ConfigCommand[Any] | OptionsCommand = getattr(
+        importlib.import_module(f"caldera.{module}"), constant
+    )
     return found
 
 
 # ---------------------------------------------------------------------- commands of few lines
 
 
-def data(arguments: list[str]) -> int:
-    from caldera.data.prepare.command import parser, run
+def data_parser() -> argparse.ArgumentParser:
+    from caldera.data.prepare.command import parser
+
+    return parser()
+
+
+def data(options: argparse.Namespace) -> int:
+    from caldera.data.prepare.command import run
     from caldera.reward_score.routing import find_scorer
 
-    options = parser().parse_args(arguments)
-    return run_entry_point(lambda: run(options, find_scorer))
+    return run(options, find_scorer)
 
 
-def retriever(arguments: list[str]) -> int:
-    from caldera.search_agent.retriever.command import parser, run
+def retriever_parser() -> argparse.ArgumentParser:
+    from caldera.search_agent.retriever.command import parser
 
-    options = parser().parse_args(arguments)
-    return run_entry_point(lambda: run(options))
+    return parser()
+
+
+def retriever(options: argparse.Namespace) -> None:
+    from caldera.search_agent.retriever.command import run
+
+    run(options)
 
 
 DEMO_HELP = """\
@@ -209,14 +187,11 @@ def demo_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def demo(arguments: list[str]) -> int:
+def demo(options: argparse.Namespace) -> None:
     from caldera.demo.run import run_demo
 
-    options, overrides = split_overrides(arguments)
-    parsed = demo_parser().parse_args(options)
-    overrides += getattr(parsed, "key=value")
-    output = parsed.output or Path("outputs") / f"demo-{parsed.model}"
-    return run_entry_point(lambda: run_demo(parsed.model, output, parsed.lora, overrides))
+    output = options.output or Path("outputs") / f"demo-{options.model}"
+    run_demo(options.model, output, options.lora, options.overrides)
 
 
 def report_parser() -> argparse.ArgumentParser:
@@ -231,18 +206,13 @@ def report_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def report(arguments: list[str]) -> int:
+def report(options: argparse.Namespace) -> None:
     from caldera.tracking import write_report
     from caldera.tracking.progress import print_line
 
-    parsed = report_parser().parse_args(arguments)
-    out = parsed.output or parsed.run / "report.html"
-
-    def write() -> None:
-        write_report(parsed.run, out, f"Run {parsed.run.name}")
-        print_line(f"Report: {out}")
-
-    return run_entry_point(write)
+    out = options.output or options.run / "report.html"
+    write_report(options.run, out, f"Run {options.run.name}")
+    print_line(f"Report: {out}")
 
 
 def sandbox_parser() -> argparse.ArgumentParser:
@@ -274,17 +244,12 @@ def sandbox_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def sandbox(arguments: list[str]) -> int:
-    parsed = sandbox_parser().parse_args(arguments)
+def sandbox(options: argparse.Namespace) -> None:
+    from caldera.sandbox import Limits
+    from caldera.sandbox.server import serve
 
-    def start() -> None:
-        from caldera.sandbox import Limits
-        from caldera.sandbox.server import serve
-
-        limits = Limits(parsed.seconds, math.ceil(parsed.seconds), parsed.memory_mb)
-        serve(parsed.host, parsed.port, parsed.slots, limits, parsed.allow_unsafe)
-
-    return run_entry_point(start)
+    limits = Limits(options.seconds, math.ceil(options.seconds), options.memory_mb)
+    serve(options.host, options.port, options.slots, limits, options.allow_unsafe)
 
 
 COMPLETION_HELP = """\
@@ -302,23 +267,20 @@ def completion_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def completion(arguments: list[str]) -> int:
-    parsed = completion_parser().parse_args(arguments)
-    sys.stdout.write(completion_script(parsed.shell, _command_words()))
-    return 0
+def completion(options: argparse.Namespace) -> None:
+    words = {}
+    for name, (told, _) in COMMANDS.items():
+        command = _command(name)
+        words[name] = words_of(told, command.parser(), command.schema)
+    sys.stdout.write(completion_script(options.shell, words))
 
 
-def _command_words() -> dict[str, CommandWords]:
-    """What can follow each command."""
-    return {
-        name: words_of(
-            command.help,
-            _named(command.parser)(),
-            None if command.schema is None else _named(command.schema),
-        )
-        for name, command in COMMANDS.items()
-    }
-
+DATA = OptionsCommand(data_parser, data)
+RETRIEVER = OptionsCommand(retriever_parser, retriever)
+DEMO = OptionsCommand(demo_parser, demo, PPOTrainerConfig)
+REPORT = OptionsCommand(report_parser, report)
+SANDBOX = OptionsCommand(sandbox_parser, sandbox)
+COMPLETION = OptionsCommand(completion_parser, completion)
 
 if __name__ == "__main__":
     sys.exit(main())

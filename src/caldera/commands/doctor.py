@@ -24,7 +24,7 @@ from caldera.errors import CalderaError
 from caldera.installation import checkout, install_command
 from caldera.storage.paths import cache_folder
 from caldera.tracking.progress import print_line, print_table
-from caldera.trainer.entry import text_parser
+from caldera.trainer.entry import OptionsCommand, text_parser
 
 # ---- Asking an interpreter, this one or another, which libraries it can import
 
@@ -524,11 +524,10 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    arguments = parser().parse_args(sys.argv[1:] if argv is None else argv)
-    findings = examine(arguments.engine_python)
-    if arguments.json:
+def work(options: argparse.Namespace) -> int:
+    """Look at everything; returns the exit status."""
+    findings = examine(options.engine_python)
+    if options.json:
         told = [asdict(finding) for finding in findings]
         sys.stdout.write(json.dumps({"findings": told, "ok": not is_broken(findings)}) + "\n")
     else:
@@ -584,5 +583,4 @@ def show(findings: Sequence[Finding]) -> None:
     print_line("Nothing that is needed is broken." if not broken else f"{broken} broken.")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+DOCTOR = OptionsCommand(parser, work)

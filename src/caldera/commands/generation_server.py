@@ -83,7 +83,8 @@ def _generation(given: PPOTrainerConfig, output: Any) -> GenerationConfig:
 def _same(given: PPOTrainerConfig, group: str) -> set[str]:
     """Keys of a group that a generation has, too."""
     ours, theirs = _group(GenerationConfig(), group.rpartition(".")[2]), _group(given, group)
-    return (vars(ours).keys() & vars(theirs).keys()) - NOT_THE_SAME
+    names: set[str] = vars(ours).keys() & vars(theirs).keys()
+    return names - NOT_THE_SAME
 
 
 def _group(config: Any, name: str) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from caldera.errors import ConfigError, UnsupportedError
-from caldera.trainer.entry import run_entry_point, text_parser
+from caldera.trainer.entry import OptionsCommand, text_parser
 
 HELP = """\
 Make a Hugging Face folder out of a checkpoint, whichever strategy and number of
@@ -89,27 +89,17 @@ def _spellings(name: str) -> list[str]:
     return sorted({f"--{name}", f"--{name.replace('-', '_')}"})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parsed = parser().parse_args(sys.argv[1:] if argv is None else argv)
+def work(parsed: argparse.Namespace) -> None:
+    """Merge, or compare."""
+    _check_merge(parsed)
+    from caldera.commands.merging import MergeOptions, compare, merge
 
-    def work() -> None:
-        _check_merge(parsed)
-        from caldera.commands.merging import MergeOptions, Reading, compare, merge
-
-        reading = Reading(
-            parsed.is_value_model,
-            parsed.tie_word_embedding,
-            parsed.trust_remote_code,
-            parsed.hf_model_path,
-        )
-        options = MergeOptions(parsed.local_dir, parsed.adapter, parsed.dtype, reading)
-        if parsed.operation == "test":
-            compare(options, parsed.test_hf_dir)
-        else:
-            merge(options, parsed.target_dir)
-
-    return run_entry_point(work)
+    names = [each.name for each in fields(MergeOptions)]
+    options = MergeOptions(**{name: getattr(parsed, name) for name in names})
+    if parsed.operation == "test":
+        compare(options, parsed.test_hf_dir)
+    else:
+        merge(options, parsed.target_dir)
 
 
 def _check_merge(parsed: argparse.Namespace) -> None:
@@ -125,6 +115,9 @@ def _check_merge(parsed: argparse.Namespace) -> None:
     if parsed.operation == "test" and parsed.test_hf_dir is None:
         raise ConfigError("caldera merge test needs --test-hf-dir: the folder to compare")
 
+
+MERGE = OptionsCommand(parser, work)
+main = MERGE.main
 
 if __name__ == "__main__":
     sys.exit(main())

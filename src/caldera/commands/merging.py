@@ -10,7 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -48,15 +48,26 @@ ATTENTION = "eager"
 """Which every model has, so that what is computed before and after is the same."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How to read a checkpoint where its files do not say."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """What to make of a checkpoint, and how to read it where its files do not say."""
+
+    local_dir: Path
+    adapter: Literal["keep", "merge"] = "keep"
+    dtype: str | None = None
+    """Of the weights that are written; None leaves them as they are."""
     is_value_model: bool = False
     tie_word_embedding: bool = False
     trust_remote_code: bool = False
     hf_model_path: Path | None = None
     """Folder with the config and tokenizer; None: the checkpoint's own."""
+
+    @property
+    def cast_to(self) -> torch.dtype | None:
+        return None if self.dtype is None else DTYPES[self.dtype]
 
 
 def role_folder(folder: Path) -> Path:
@@ -73,21 +84,21 @@ def role_folder(folder: Path) -> Path:
 class CheckpointModel:
     """A role's model, of which nothing is in memory."""
 
-    def __init__(self, folder: Path, reading: Reading) -> None:
-        self.folder = role_folder(folder)
-        self.descriptions = reading.hf_model_path or self.folder / DESCRIPTIONS
+    def __init__(self, options: MergeOptions) -> None:
+        self.folder = role_folder(options.local_dir)
+        self.descriptions = options.hf_model_path or self.folder / DESCRIPTIONS
         verify(self.folder.parent, self.folder.name)
         self.stored = StoredModel(self.folder)
         if not self.stored.tensors:
             raise CheckpointError(f"{self.folder} holds no model, only other parts of a checkpoint")
         self.has_adapter = any(".lora_" in name for name in self.stored.tensors)
         self.dtype, self.widest_dtype = self._dtypes()
-        self._reading = reading
+        self._options = options
         parts = {plain_name(name): one for name, one in self.stored.tensors.items()}
         head = parts.get(f"{VALUE_HEAD}.weight")
         self.factory: Any = AutoModelForCausalLM
         labels: dict[str, int] = {}
-        if head is not None or reading.is_value_model:
+        if head is not None or options.is_value_model:
             # The heads of transformers' token classifiers have a bias, those of sequences do not.
             of_tokens = head is None or f"{VALUE_HEAD}.bias" in parts
             self.factory = (
@@ -114,7 +125,7 @@ class CheckpointModel:
 
     def empty(self, with_adapter: bool = True) -> nn.Module:
         """The module without values, with its adapter if it has one."""
-        config, remote = self.config, self._reading.trust_remote_code
+        config, remote = self.config, self._options.trust_remote_code
         with parameters_on_meta():
             module = cast(
                 nn.Module,
@@ -203,7 +214,7 @@ class CheckpointModel:
         try:
             config = AutoConfig.from_pretrained(
                 str(self.descriptions),
-                trust_remote_code=self._reading.trust_remote_code,
+                trust_remote_code=self._options.trust_remote_code,
                 **extra,
             )
         except (OSError, ValueError) as error:
@@ -211,7 +222,7 @@ class CheckpointModel:
                 f"{self.descriptions} does not tell what model this is (--hf-model-path names a "
                 f"folder that does): {error}"
             ) from error
-        if self._reading.tie_word_embedding:
+        if self._options.tie_word_embedding:
             config.tie_word_embeddings = True
         return cast(PreTrainedConfig, config)
 
@@ -425,28 +436,10 @@ def _unnumbered(number: int) -> str:
     return f"model-{number:05}.safetensors"
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class MergeOptions:
-    """What to make of a checkpoint."""
-
-    local_dir: Path
-    adapter: Literal["keep", "merge"] = "keep"
-    dtype: str | None = None
-    """Of the weights that are written; None leaves them as they are."""
-    reading: Reading = field(default_factory=Reading)
-
-    @property
-    def cast_to(self) -> torch.dtype | None:
-        return None if self.dtype is None else DTYPES[self.dtype]
-
-
 def merge(options: MergeOptions, target: Path) -> None:
     """Write the folder; it is there only if the check finds it equal to the checkpoint."""
     disable_progress_bar()  # of transformers, which would tear our own
-    source = CheckpointModel(options.local_dir, options.reading)
+    source = CheckpointModel(options)
     print_line(
         f"Checkpoint: {source.folder} ({layout_of(source.folder)} layout, "
         f"{len(source.stored.tensors)} tensors, {source.nbytes / 1e9:.3g} GB)"
@@ -472,7 +465,7 @@ def compare(options: MergeOptions, folder: Path) -> None:
     disable_progress_bar()
     if not folder.is_dir():
         raise ConfigError(f"--test-hf-dir={str(folder)!r}: there is no such folder")
-    source = CheckpointModel(options.local_dir, options.reading)
+    source = CheckpointModel(options)
     adapter = folder / "adapter_model.safetensors"
     if source.has_adapter and adapter.is_file():
         files = WeightFiles([adapter])
@@ -481,7 +474,7 @@ def compare(options: MergeOptions, folder: Path) -> None:
         return
     found = find_weight_files(str(folder))
     if found is None or _is_converted(base_module(source.empty())):
-        remote = options.reading.trust_remote_code
+        remote = options.trust_remote_code
         state = load_folder(source.factory, folder, "auto", remote).state_dict()
         names, read = set(state), cast(Callable[[str], Tensor], state.__getitem__)
     else:
@@ -519,7 +512,7 @@ def _check_model(source: CheckpointModel, options: MergeOptions, folder: Path) -
         apart = _logits(source.filled(), None, source.widest_dtype)
     expected = _logits(direct, options.cast_to, dtype)
     del direct
-    loaded = load_folder(source.factory, folder, dtype, options.reading.trust_remote_code)
+    loaded = load_folder(source.factory, folder, dtype, options.trust_remote_code)
     compare_logits(probe_logits(loaded), expected, folder)
     if apart is not None:
         difference = largest_difference(expected, apart)

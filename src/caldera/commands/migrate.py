@@ -7,7 +7,6 @@ import argparse
 import logging
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,7 @@ from caldera.config.sft import SFTTrainerConfig
 from caldera.errors import CalderaError, ConfigError, UnsupportedError
 from caldera.tracking.progress import print_line
 from caldera.trainer.dpo_trainer import DPO
-from caldera.trainer.entry import Asked, ConfigCommand, run_entry_point, text_parser
+from caldera.trainer.entry import Asked, ConfigCommand, OptionsCommand, text_parser
 from caldera.trainer.fsdp_sft_trainer import CLASSIC
 from caldera.trainer.main_ppo import TRAIN
 from caldera.trainer.rm_trainer import REWARD_MODEL
@@ -252,12 +251,6 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parsed = parser().parse_args(sys.argv[1:] if argv is None else argv)
-    return run_entry_point(lambda: migrate(parsed.script, parsed.output))
-
-
 def migrate(path: Path, output: Path | None = None) -> int:
     """Tell what becomes of each command of a script; returns the exit status."""
     try:
@@ -388,3 +381,6 @@ def _section(title: str, lines: Iterable[str]) -> None:
         print_line(f"\n{title}")
         for line in lines:
             print_line(f"  {line}")
+
+
+MIGRATE = OptionsCommand(parser, lambda options: migrate(options.script, options.output))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 
 from caldera.config import PPOTrainerConfig, compose_config
 from caldera.config.fields import check_values
 from caldera.config.validate import check_consistency
-from caldera.trainer.entry import run_entry_point, split_overrides, text_parser
+from caldera.trainer.entry import OptionsCommand, text_parser
 
 HELP = """\
 Work out what a training run would do and need: how each step cuts its batch,
@@ -46,22 +44,15 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    options, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-    arguments = parser().parse_args(options)
-    overrides += getattr(arguments, "key=value")
+def work(options: argparse.Namespace) -> int:
+    """Show the plan; returns the exit status."""
+    config = _config(options.overrides, options.config_name, options.config_path)
+    from caldera.commands.plan_report import show
+    from caldera.commands.planning import device_bytes, make_plan
 
-    def work() -> int:
-        config = _config(overrides, arguments.config_name, arguments.config_path)
-        from caldera.commands.plan_report import show
-        from caldera.commands.planning import device_bytes, make_plan
-
-        plan = make_plan(config, device_bytes(arguments.device))
-        show(plan, arguments.device)
-        return int(not plan.fits)
-
-    return run_entry_point(work)
+    plan = make_plan(config, device_bytes(options.device))
+    show(plan, options.device)
+    return int(not plan.fits)
 
 
 def _config(overrides: list[str], name: str, path: str | None) -> PPOTrainerConfig:
@@ -73,5 +64,4 @@ def _config(overrides: list[str], name: str, path: str | None) -> PPOTrainerConf
     return config
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+PLAN = OptionsCommand(parser, work, PPOTrainerConfig)

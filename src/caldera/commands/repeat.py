@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from caldera.trainer.bundle import (
     surroundings,
     variables,
 )
-from caldera.trainer.entry import run_entry_point, text_parser
+from caldera.trainer.entry import OptionsCommand, text_parser
 from caldera.trainer.secrets import is_masked
 
 HELP = """\
@@ -138,27 +138,22 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    arguments = parser().parse_args(argv)
-
-    def work() -> int:
-        bundle = read_bundle(arguments.bundle)
-        changed = list(differences(bundle))
-        for line in changed or ["nothing has changed"]:
-            sys.stdout.write(f"{line}\n")
-        command = command_of(bundle, arguments.output)
-        directory = bundle["directory"]
-        lines = [f"cd {shlex.quote(directory)}", *_settings(bundle), shlex.join(command)]
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
-        sys.stdout.flush()
-        if not arguments.run:
-            return 0
-        check_command(bundle)
-        return subprocess.run(command, cwd=directory, env=environment_of(bundle)).returncode
-
-    return run_entry_point(work)
+def repeat(options: argparse.Namespace) -> int:
+    """Tell what has changed, and run the command if that is asked for."""
+    bundle = read_bundle(options.bundle)
+    changed = list(differences(bundle))
+    for line in changed or ["nothing has changed"]:
+        sys.stdout.write(f"{line}\n")
+    command = command_of(bundle, options.output)
+    directory = bundle["directory"]
+    lines = [f"cd {shlex.quote(directory)}", *_settings(bundle), shlex.join(command)]
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+    if not options.run:
+        return 0
+    check_command(bundle)
+    return subprocess.run(command, cwd=directory, env=environment_of(bundle)).returncode
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+REPEAT = OptionsCommand(parser, repeat)
+main = REPEAT.main

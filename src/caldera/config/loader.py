@@ -148,9 +148,13 @@ def config_to_yaml(config: Any) -> str:
     return yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
 
 
-@cache
 def known_keys(schema: type = PPOTrainerConfig) -> dict[str, bool]:
     """Every dotted key, and whether it holds a free dictionary."""
+    return _known_keys(schema)
+
+
+@cache
+def _known_keys(schema: type) -> dict[str, bool]:
     return {key: str(field.type).startswith("dict[str, Any]") for key, field, _ in walk(schema())}
 
 

@@ -44,24 +44,24 @@ def locked_folder(folder: Path, told: str) -> Iterator[None]:
     with this process, however that ends.
     """
     is_made_here = not folder.exists()
-    held = _lock(folder / LOCK, told)
-    _held.add(held)
     try:
-        yield
+        with _locked(folder / LOCK, told):
+            yield
     finally:
-        if _is_still(held, folder / LOCK):
-            (folder / LOCK).unlink()
         if is_made_here:
             with suppress(OSError):  # it is in use, as it should be
                 folder.rmdir()
-        _held.remove(held)
-        os.close(held)
 
 
 @contextmanager
 def locked_file(path: Path, told: str) -> Iterator[None]:
     """The same for one file, which need not be there; its lock is `.NAME.lock` beside it."""
-    lock = path.with_name(f".{path.name}{LOCK}")
+    with _locked(path.with_name(f".{path.name}{LOCK}"), told):
+        yield
+
+
+@contextmanager
+def _locked(lock: Path, told: str) -> Iterator[None]:
     held = _lock(lock, told)
     _held.add(held)
     try:

@@ -293,6 +293,27 @@ class ConfigCommand(Generic[C]):
         return ["job", "short"] if self.schema is PPOTrainerConfig else ["job"]
 
 
+@dataclass(frozen=True)
+class OptionsCommand:
+    """A command that takes options."""
+
+    parser: Callable[[], argparse.ArgumentParser]
+    work: Callable[[argparse.Namespace], int | None]
+    """What it does; returns the exit status, or None where all is well."""
+    schema: type | None = None
+    """The config whose `key=value ...` it takes as well: `overrides` of the options."""
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """The command line; returns the exit status."""
+        given: list[str] = list(sys.argv[1:] if argv is None else argv)
+        overrides: list[str] = []
+        if self.schema is not None:
+            given, overrides = split_overrides(given)
+        options = self.parser().parse_args(given)
+        options.overrides = overrides + getattr(options, "key=value", [])
+        return run_entry_point(lambda: self.work(options))
+
+
 def _own_or_given(path: str | None, name: str) -> str | None:
     """A folder of YAML files; None is Caldera's own, which stands for verl's."""
     is_verls = path is not None and os.path.normpath(path) == VERLS_FOLDER

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from caldera.commands.merging import CheckpointModel, Reading
+from caldera.commands.merging import CheckpointModel, MergeOptions
 from caldera.engine.checkpoints import save_distributed
 from caldera.errors import CheckpointError
 from caldera.trainer.checkpoint_manifest import verify, write_manifest
@@ -26,4 +26,4 @@ def test_a_flipped_byte_ends_a_merge(tmp_path: Path) -> None:
     verify(folder, "critic")
     for given in (folder, folder / "actor"):
         with pytest.raises(CheckpointError, match=f"{weights} has another checksum"):
-            CheckpointModel(given, Reading())
+            CheckpointModel(MergeOptions(given))
