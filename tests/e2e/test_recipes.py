@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -174,10 +173,4 @@ def test_search_r1s_own_command(lab: Lab, tmp_path: Path) -> None:
 def served(index: Path) -> Iterator[str]:
     """The URL of a retriever on this index."""
     with RetrieverServer(Index(index), "127.0.0.1", 0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield server.url
-        finally:
-            server.shutdown()
-            thread.join()
+        yield server.url
