@@ -101,6 +101,15 @@ class JsonClient:
             raise Unavailable(str(error) or type(error).__name__) from error
 
 
+def httpx_library() -> Any:
+    """httpx as huggingface-hub brings it, in releases from 2 on and in those before."""
+    try:
+        import httpx2 as httpx
+    except ModuleNotFoundError:
+        import httpx  # type: ignore[no-redef]
+    return httpx
+
+
 class AsyncJsonClient:
     """Asks for JSON over connections that stay open. Tasks of any event loops share it."""
 
@@ -113,11 +122,7 @@ class AsyncJsonClient:
         characters_shown: int = 500,
     ) -> None:
         """`connections` of an event loop; `characters_shown` of a response in messages."""
-        try:  # what huggingface-hub brings, in releases from 2 on and in those before
-            import httpx2 as httpx
-        except ModuleNotFoundError:
-            import httpx  # type: ignore[no-redef]
-
+        httpx = httpx_library()
         self._httpx, self._places = httpx, connections
         self._seconds, self._shown = seconds, characters_shown
         self._make = partial(
@@ -127,7 +132,7 @@ class AsyncJsonClient:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=connections),
         )
         # Connections belong to an event loop, and a process may run one after the other.
-        self._of_loop: WeakKeyDictionary[Any, tuple[asyncio.Semaphore, httpx.AsyncClient]]
+        self._of_loop: WeakKeyDictionary[Any, tuple[asyncio.Semaphore, Any]]
         self._of_loop = WeakKeyDictionary()
 
     async def ask(self, url: str, body: Any = None) -> Any:

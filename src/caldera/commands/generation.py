@@ -72,6 +72,8 @@ def read_questions(config: GenerationDataConfig) -> Questions:
         for number, row in enumerate(rows.rows)
     ]
     path = Path(local_path(given, "data.path")).expanduser()
+    if not path.is_file():
+        raise DataError(f"data.path={given!r}: takes one file, not a folder or a data set")
     with path.open("rb") as file:
         fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
     return Questions(_table(path, rows), prompts, fingerprint, replace(rows, rows=[]))

@@ -44,7 +44,8 @@ class DataConfig(ConfigGroup):
     """Folder or hub name of the tokenizer; null: the model's."""
     use_shm: bool = refused(False, NO_SHARED_MEMORY)
     train_files: Any = None
-    """Parquet, JSON or JSON-lines files with the training prompts. Required."""
+    """Training prompts: files (parquet, JSON, JSON lines, CSV, Arrow), a folder of them, or a data
+    set of the Hugging Face Hub such as openai/gsm8k:main/train. Required."""
     val_files: Any = None
     """Files with the validation prompts; null: no validation."""
     train_max_samples: int = option(-1, unit="rows")

@@ -65,7 +65,8 @@ class MultiTurnDataConfig(ConfigGroup):
 @dataclass
 class SFTDataConfig(ConfigGroup):
     train_files: Any = None
-    """Parquet, JSON or JSON-lines files to train on. Required."""
+    """What to train on: files (parquet, JSON, JSON lines, CSV, Arrow), a folder of them, or a data
+    set of the Hugging Face Hub such as OWNER/NAME:train. Required."""
     val_files: Any = None
     """Files to validate on; null: no validation."""
     train_batch_size: int = option(256, minimum=1, unit="samples")

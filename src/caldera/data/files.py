@@ -1,7 +1,9 @@
-"""Data files to rows: parquet, JSON and JSON lines, these two also compressed by gzip."""
+"""Data files to rows: parquet, Arrow, CSV, JSON and JSON lines, these two also compressed by
+gzip."""
 
 from __future__ import annotations
 
+import csv
 import difflib
 import gzip
 import json
@@ -10,18 +12,20 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TextIO, overload
 
 import numpy as np
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 
+from caldera.data.splits import data_set, files_of
 from caldera.errors import DataError
 from caldera.storage import is_fetched, local_path, shown_url
 
 Row = dict[str, Any]
 
-EXTENSIONS = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
+EXTENSIONS = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".csv", ".arrow")
 
 SHOWN_ROWS = 5
 """Rows that a message names."""
@@ -93,8 +97,8 @@ def read_rows(
     file must have to the configuration key that named the column.
     """
     given = [files] if isinstance(files, str) else files
-    paths = [_local_file(file, key) for file in given]
-    names = [_name(file, path) for file, path in zip(given, paths, strict=True)]
+    found_files = [each for file in given for each in _local_files(file, key)]
+    names, paths = [name for name, _ in found_files], [path for _, path in found_files]
     rows: list[Row] = []
     starts: list[int] = []
     columns: list[list[str]] = []
@@ -111,6 +115,15 @@ def read_rows(
     return RowTable([{c: row.get(c) for c in every} for row in rows], names, starts, columns)
 
 
+def _local_files(given: str, key: str) -> list[tuple[str, Path]]:
+    """The files that a name stands for, each with its name in messages."""
+    data = data_set(given, EXTENSIONS)
+    if data is None:
+        path = _local_file(given, key)
+        return [(_name(given, path), path)]
+    return [(f"{path.name} of {given}", path) for path in files_of(data, key, EXTENSIONS)]
+
+
 def _name(given: str, path: Path) -> str:
     """A fetched file is called by its URL, any other by its path."""
     return shown_url(given) if is_fetched(given) else str(path)
@@ -120,8 +133,6 @@ def _local_file(file: str, key: str) -> Path:
     path = Path(local_path(file, key)).expanduser()
     if path.is_file():
         return path
-    if path.is_dir():
-        raise DataError(f"{key}: {path} is a folder, not a file{_near_files(path, path.name)}")
     if not path.parent.is_dir():
         raise DataError(f"{key}: {path} does not exist, nor does its folder {path.parent}")
     raise DataError(f"{key}: {path} does not exist{_near_files(path.parent, path.name)}")
@@ -141,11 +152,37 @@ def _read_file(path: Path, name: str, key: str) -> list[Row]:
         if path.suffix == ".parquet":
             rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
             return rows
+        if path.suffix == ".arrow":
+            with pyarrow.memory_map(str(path)) as source:
+                return _arrow_rows(source)
+        if path.suffix == ".csv":
+            with path.open(encoding="utf-8-sig", newline="") as text:
+                return list(_csv_rows(text))
         # A byte order mark at the start is not part of the JSON.
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as opened:
             return list(_json_rows(opened.read().decode("utf-8-sig")))
     except (OSError, EOFError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{key}: cannot read {name}: {error}") from error
+
+
+def _arrow_rows(source: pyarrow.MemoryMappedFile) -> list[Row]:
+    """Of a stream, as Hugging Face's `save_to_disk` writes it, or of a file."""
+    try:
+        table = pyarrow.ipc.open_stream(source).read_all()
+    except pyarrow.ArrowInvalid:
+        source.seek(0)
+        table = pyarrow.ipc.open_file(source).read_all()
+    rows: list[Row] = table.to_pylist()
+    return rows
+
+
+def _csv_rows(text: TextIO) -> Iterator[Row]:
+    """Every value is text: 007 stays 007."""
+    reader = csv.DictReader(text, strict=True)
+    for row in reader:
+        if None in row or None in row.values():
+            raise ValueError(f"line {reader.line_num} has not as many values as the first line")
+        yield dict(row)
 
 
 def _json_rows(text: str) -> Iterator[Row]:

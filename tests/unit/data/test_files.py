@@ -78,15 +78,37 @@ def test_a_missing_file_names_the_key_and_the_near_files(tmp_path: Path) -> None
 def test_a_missing_folder_and_a_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"nor does its folder {tmp_path / 'no'}"):
         read_rows(str(tmp_path / "no" / "a.jsonl"), key=KEY)
-    (tmp_path / "a.jsonl").touch()
-    with pytest.raises(DataError, match=r"is a folder, not a file; .* holds a.jsonl"):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(DataError, match=r"has no data files \(.parquet, .*; it holds notes.txt$"):
         read_rows(str(tmp_path), key=KEY)
+    (tmp_path / "a.jsonl").write_text('{"x": 1}')
+    assert read_rows(str(tmp_path), key=KEY).where(0) == f"row 0 of a.jsonl of {tmp_path}"
 
 
 def test_an_unknown_extension_lists_the_known_ones(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").touch()
-    with pytest.raises(DataError, match=r"'.csv'; known are .parquet, .json, .jsonl"):
-        read_rows(str(tmp_path / "a.csv"), key=KEY)
+    (tmp_path / "a.xls").touch()
+    with pytest.raises(DataError, match=r"'.xls'; known are .parquet, .json, .jsonl"):
+        read_rows(str(tmp_path / "a.xls"), key=KEY)
+
+
+def test_values_of_a_csv_file_are_text(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('\ufeffprompt,answer\n"1,\n2",007\nb,\n')
+    assert read_rows(str(tmp_path / "a.csv"), key=KEY).rows == [
+        {"prompt": "1,\n2", "answer": "007"},
+        {"prompt": "b", "answer": ""},
+    ]
+    for wrong in ("prompt,answer\na\n", "prompt\na,b\n"):
+        (tmp_path / "a.csv").write_text(wrong)
+        with pytest.raises(DataError, match="line 2 has not as many values as the first line"):
+            read_rows(str(tmp_path / "a.csv"), key=KEY)
+
+
+@pytest.mark.parametrize("kind", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_arrow_as_a_stream_and_as_a_file(tmp_path: Path, kind: Any) -> None:
+    table = pa.Table.from_pylist([{"x": [1]}, {"x": None}])
+    with kind(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    assert read_rows(str(tmp_path / "a.arrow"), key=KEY).rows == [{"x": [1]}, {"x": None}]
 
 
 @pytest.mark.parametrize(
