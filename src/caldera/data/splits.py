@@ -94,7 +94,7 @@ def _card(folder: Path) -> str:
 def _from_hub(data: DataSet, key: str, extensions: tuple[str, ...]) -> list[Path]:
     """Fetched into the hub's cache; without a network, what that has."""
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     httpx = httpx_library()
     api: Any = huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
@@ -111,7 +111,7 @@ def _from_hub(data: DataSet, key: str, extensions: tuple[str, ...]) -> list[Path
         names = sorted(file.rfilename for file in found.siblings or ())
         card = fetch(CARD).read_text(encoding="utf-8") if CARD in names else ""
         return [fetch(name) for name in _chosen(data, key, names, card, extensions)]
-    except (HfHubHTTPError, httpx.TransportError, OSError, ValueError) as error:
+    except (HfHubHTTPError, HFValidationError, httpx.TransportError, OSError) as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise DataError(
             f"{key}: {data.shown} is no file or folder here, and could not be read from the "

@@ -123,7 +123,12 @@ class TestHub:
         assert read("me/sums:test") == ["test"]
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         assert read("me/sums:test") == ["test"]
-        assert "has no split 'train'; it has test" in told("me/sums:train")
+        said = f"{TRAIN}: me/sums:train has no split 'train'; it has test"
+        assert told("me/sums:train") == said
+
+    def test_a_split_that_it_has_not(self, hub: FakeHub) -> None:
+        said = f"{TRAIN}: me/sums:dev has no split 'dev'; it has test, train"
+        assert told("me/sums:dev") == said
 
     def test_what_is_nowhere(self, hub: FakeHub, tmp_path: Path) -> None:
         said = told("me/products:train")
