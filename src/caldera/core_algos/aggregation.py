@@ -12,20 +12,6 @@ from torch import Tensor
 from caldera.config.actor import LOSS_AGG_MODES
 from caldera.errors import ConfigError, DataError, ProtocolError
 
-__all__ = [
-    "LOSS_AGG_MODES",
-    "Count",
-    "LossScale",
-    "agg_loss",
-    "entropy_from_logits",
-    "entropy_from_logits_with_chunking",
-    "masked_mean",
-    "masked_sum",
-    "masked_var",
-    "masked_whiten",
-    "zero_outside",
-]
-
 _EPS = 1e-8
 
 

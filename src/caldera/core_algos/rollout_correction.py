@@ -20,12 +20,6 @@ from caldera.config.rollout_correction import (
 )
 from caldera.core_algos.aggregation import masked_mean, masked_sum, zero_outside
 
-__all__ = [
-    "compute_offpolicy_metrics",
-    "compute_rollout_correction_and_rejection_mask",
-    "compute_variance_proxies",
-]
-
 Metrics = dict[str, Tensor]
 
 PREFIX = "rollout_corr/"
@@ -91,15 +85,20 @@ def rejected_fractions(name: str, passed: Tensor, mask: Tensor) -> Metrics:
     }
 
 
-def mismatch_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Metrics:
-    """How far trainer and sampler are apart, whether or not that is corrected.
+@torch.no_grad()
+def compute_offpolicy_metrics(
+    old_log_prob: Tensor,  # (B, R), as are all tensors here
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+) -> Metrics:
+    """How far trainer and sampler are apart, whether or not that is corrected; detached scalars.
 
     `kl` and `k3_kl` are means over tokens of k1 and k3. The log-perplexity of a sequence is minus
     the mean of its log-probs; `log_ppl_diff` is the trainer's less the sampler's and `ppl_ratio`
     its exponential. All of these are means over sequences, but for the extremes. `chi2` is the
     mean of the squared ratio less 1, of tokens and of whole sequences.
     """
-    kept = mask.bool()  # (B, R)
+    kept = response_mask.bool()  # (B, R)
     sequences = kept.any(-1)  # (B,)
     log_ratios = log_ratios_of(old_log_prob, rollout_log_prob, kept)
     training = -masked_mean(old_log_prob, kept, dim=-1)  # (B,)
@@ -300,7 +299,7 @@ def compute_rollout_correction_and_rejection_mask(
     over the rows given here, rejected ones included. Metrics, too, are of the mask as it comes in:
     detached scalar tensors on the device of their inputs; who logs them calls `.item()`.
     """
-    metrics = mismatch_metrics(old_log_prob, rollout_log_prob, response_mask)
+    metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
     log_ratios = log_ratios_of(old_log_prob, rollout_log_prob, response_mask)
     weights = None
     if rollout_is is not None:
@@ -322,14 +321,3 @@ def compute_rollout_correction_and_rejection_mask(
         passed &= passed_this
     metrics |= rejected_fractions("rollout_rs", passed, response_mask)
     return weights, zero_outside(response_mask, passed), metrics
-
-
-@torch.no_grad()
-def compute_offpolicy_metrics(
-    old_log_prob: Tensor,  # (B, R), as are all tensors here
-    rollout_log_prob: Tensor,
-    response_mask: Tensor,
-) -> Metrics:
-    """How far trainer and sampler are apart: `metrics.mismatch_metrics`, for runs that correct
-    nothing. Detached scalar tensors; who logs them calls `.item()`."""
-    return mismatch_metrics(old_log_prob, rollout_log_prob, response_mask)

@@ -6,7 +6,7 @@ a group of one is 0, and its advantage the score itself."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from caldera.config.estimators import AdvantageEstimator
-from caldera.core_algos.advantages.base import Uids, register_adv_est
+from caldera.core_algos.advantages.base import AdvantageEstimatorFn, Uids, register_adv_est
 from caldera.core_algos.advantages.tokens import count_tokens, spread, sum_scores, whiten_responses
 from caldera.errors import ConfigError, ProtocolError, RewardError
 
@@ -83,30 +83,56 @@ class Groups:
             yield order[start:]
 
 
+def of_scores(
+    *names: AdvantageEstimator,
+) -> Callable[[Callable[..., Tensor]], AdvantageEstimatorFn]:
+    """Register an estimator that is written as a function of scores (B,), their groups and options.
+
+    It is called as all are. Each kept token of a response gets its advantage, the returns are the
+    advantages.
+    """
+
+    def registered(compute: Callable[..., Tensor]) -> AdvantageEstimatorFn:
+        @torch.no_grad()
+        def estimator(
+            token_level_rewards: Tensor,  # (B, R)
+            response_mask: Tensor,  # (B, R)
+            index: Uids,  # (B,)
+            **options: Any,
+        ) -> tuple[Tensor, Tensor]:
+            scores = sum_scores(token_level_rewards, response_mask)
+            groups = Groups.from_uids(index, scores)
+            advantages = compute(scores, groups, response_mask=response_mask, **options)
+            on_tokens = spread(advantages, response_mask, token_level_rewards.dtype)
+            return on_tokens, on_tokens
+
+        estimator.__name__, estimator.__doc__ = compute.__name__, compute.__doc__
+        for name in names:
+            register_adv_est(name)(estimator)
+        return estimator
+
+    return registered
+
+
 EPSILON = 1e-6
 
 
-@register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
-@register_adv_est(AdvantageEstimator.GRPO)
-@torch.no_grad()
+@of_scores(AdvantageEstimator.GRPO, AdvantageEstimator.GRPO_VECTORIZED)
 def compute_grpo_outcome_advantage(
-    token_level_rewards: Tensor,  # (B, R)
-    response_mask: Tensor,  # (B, R)
-    index: Uids,  # (B,)
+    scores: Tensor,
+    groups: Groups,
     epsilon: float = EPSILON,
     norm_adv_by_std_in_grpo: bool | None = None,
     config: AlgorithmConfig | None = None,
     **_: Any,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """The score less the group's mean, over the group's standard deviation.
 
     A group of one has mean 0 and standard deviation 1. Without normalisation by the standard
     deviation this is Dr.GRPO; it is normalised unless the argument or else the config says no.
     """
-    scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
     normalise = _normalises(norm_adv_by_std_in_grpo, config)
-    advantages = relative_to_group(scores, groups, normalise, epsilon)
-    return _on_tokens(advantages, token_level_rewards, response_mask)
+    return relative_to_group(scores, groups, normalise, epsilon)
 
 
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
@@ -114,26 +140,23 @@ compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 
 def relative_to_group(scores: Tensor, groups: Groups, normalise: bool, epsilon: float) -> Tensor:
     """(B,): GRPO's advantages."""
-    centred = scores - _means_of_several(scores, groups)
+    centred = scores - means_of_several(scores, groups)
     return centred / (groups.std(scores)[groups.ids] + epsilon) if normalise else centred
 
 
-@register_adv_est(AdvantageEstimator.GRPO_PASSK)
-@torch.no_grad()
+@of_scores(AdvantageEstimator.GRPO_PASSK)
 def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: Tensor,  # (B, R)
-    response_mask: Tensor,  # (B, R)
-    index: Uids,  # (B,)
+    scores: Tensor,
+    groups: Groups,
     epsilon: float = EPSILON,
     norm_adv_by_std_in_grpo: bool | None = None,
     config: AlgorithmConfig | None = None,
     **_: Any,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """The best response of a group gets its lead over the second best; all others get 0.
 
     The lead is divided by the group's standard deviation as in GRPO.
     """
-    scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
     if groups.single.any():
         raise ConfigError(
             "algorithm.adv_estimator='grpo_passk' compares the two best responses to a prompt, and"
@@ -143,37 +166,20 @@ def compute_grpo_passk_outcome_advantage(
     leads = scores[best] - scores[second]
     if _normalises(norm_adv_by_std_in_grpo, config):
         leads = leads / (groups.std(scores) + epsilon)
-    advantages = torch.zeros_like(scores).index_copy_(0, best, leads)
-    return _on_tokens(advantages, token_level_rewards, response_mask)
+    return torch.zeros_like(scores).index_copy_(0, best, leads)
 
 
-@register_adv_est(AdvantageEstimator.RLOO)
-@torch.no_grad()
-def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor,  # (B, R)
-    response_mask: Tensor,  # (B, R)
-    index: Uids,  # (B,)
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
+@of_scores(AdvantageEstimator.RLOO)
+def compute_rloo_outcome_advantage(scores: Tensor, groups: Groups, **_: Any) -> Tensor:
     """The score less the mean of the other scores of the group."""
-    scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
     alone = groups.single[groups.ids]
-    advantages = torch.where(alone, scores, _leave_one_out(scores, groups))
-    return _on_tokens(advantages, token_level_rewards, response_mask)
+    return torch.where(alone, scores, _leave_one_out(scores, groups))
 
 
-@register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
-@torch.no_grad()
-def compute_rloo_vectorized_outcome_advantage(
-    token_level_rewards: Tensor,  # (B, R)
-    response_mask: Tensor,  # (B, R)
-    index: Uids,  # (B,)
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
+@of_scores(AdvantageEstimator.RLOO_VECTORIZED)
+def compute_rloo_vectorized_outcome_advantage(scores: Tensor, groups: Groups, **_: Any) -> Tensor:
     """As `rloo`, but a group of one gets 0."""
-    scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
-    advantages = _leave_one_out(scores, groups)
-    return _on_tokens(advantages, token_level_rewards, response_mask)
+    return _leave_one_out(scores, groups)
 
 
 def _leave_one_out(scores: Tensor, groups: Groups) -> Tensor:
@@ -182,65 +188,46 @@ def _leave_one_out(scores: Tensor, groups: Groups) -> Tensor:
     return factors[groups.ids] * (scores - groups.mean(scores)[groups.ids])
 
 
-@register_adv_est(AdvantageEstimator.OPO)
-@torch.no_grad()
+@of_scores(AdvantageEstimator.OPO)
 def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor,  # (B, R)
-    response_mask: Tensor,  # (B, R)
-    index: Uids,  # (B,)
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
+    scores: Tensor, groups: Groups, response_mask: Tensor, **_: Any
+) -> Tensor:
     """The score less the group's mean score, weighted by the lengths of the responses."""
-    scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
     lengths = count_tokens(response_mask).to(scores.dtype)
     # A group without any token has baseline 0, and nowhere to put an advantage.
     baselines = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
-    advantages = scores - baselines.masked_fill(groups.single, 0)[groups.ids]
-    return _on_tokens(advantages, token_level_rewards, response_mask)
+    return scores - baselines.masked_fill(groups.single, 0)[groups.ids]
 
 
-@register_adv_est(AdvantageEstimator.GPG)
-@torch.no_grad()
+@of_scores(AdvantageEstimator.GPG)
 def compute_gpg_outcome_advantage(
-    token_level_rewards: Tensor,  # (B, R)
-    response_mask: Tensor,  # (B, R)
-    index: Uids,  # (B,)
+    scores: Tensor,
+    groups: Groups,
     f_norm: float = 1.0,
     **_: Any,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """The score less the group's mean, scaled by batch size over number of nonzero scores."""
-    scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
     alpha = len(scores) / scores.count_nonzero().clamp(min=1)
-    advantages = alpha * (scores - _means_of_several(scores, groups)) / f_norm
-    return _on_tokens(advantages, token_level_rewards, response_mask)
+    return alpha * (scores - means_of_several(scores, groups)) / f_norm
 
 
-@register_adv_est(AdvantageEstimator.MAXRL)
-@torch.no_grad()
+@of_scores(AdvantageEstimator.MAXRL)
 def compute_maxrl_outcome_advantage(
-    token_level_rewards: Tensor,  # (B, R)
-    response_mask: Tensor,  # (B, R)
-    index: Uids,  # (B,)
+    scores: Tensor,
+    groups: Groups,
     epsilon: float = EPSILON,
     **_: Any,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Maximum likelihood RL: the score less the group's mean, over that mean.
 
     The rarer success is, the more it counts. A group without success (its mean is not positive)
     gets 0, and so does a group of one.
     """
-    scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
     means = groups.mean(scores)[groups.ids]
-    advantages = ((scores - means) / (means + epsilon)).masked_fill(means <= 0, 0)
-    return _on_tokens(advantages, token_level_rewards, response_mask)
+    return ((scores - means) / (means + epsilon)).masked_fill(means <= 0, 0)
 
 
-def _scores_and_groups(rewards: Tensor, mask: Tensor, index: Uids) -> tuple[Tensor, Groups]:
-    scores = sum_scores(rewards, mask)  # (B,)
-    return scores, Groups.from_uids(index, scores)
-
-
-def _means_of_several(scores: Tensor, groups: Groups) -> Tensor:
+def means_of_several(scores: Tensor, groups: Groups) -> Tensor:
     """(B,): the mean of each row's group; 0 for a group of one."""
     return groups.mean(scores).masked_fill(groups.single, 0)[groups.ids]
 
@@ -249,11 +236,6 @@ def _normalises(argument: bool | None, config: AlgorithmConfig | None) -> bool:
     if argument is not None:
         return argument
     return config is None or config.norm_adv_by_std_in_grpo
-
-
-def _on_tokens(advantages: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    on_tokens = spread(advantages, mask, rewards.dtype)
-    return on_tokens, on_tokens
 
 
 Columns = Mapping[str, np.ndarray[Any, Any]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,15 +12,13 @@ from torch import Tensor
 from caldera.config.estimators import AdvantageEstimator
 from caldera.core_algos.advantages.base import Uids, register_adv_est
 from caldera.core_algos.advantages.gae import reverse_scan
-from caldera.core_algos.advantages.group_relative import Groups
+from caldera.core_algos.advantages.group_relative import Groups, means_of_several, of_scores
 from caldera.core_algos.advantages.tokens import (
     KeptTokens,
     Moments,
     block_height,
     count_tokens,
     in_row_blocks,
-    spread,
-    sum_scores,
     whiten_in_place,
     whiten_responses,
 )
@@ -51,24 +50,16 @@ def compute_reinforce_plus_plus_outcome_advantage(
     return whiten_in_place(returns.clone(), mask, Moments(*moments)), returns
 
 
-@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
-@torch.no_grad()
+@of_scores(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor,  # (B, R)
-    response_mask: Tensor,  # (B, R)
-    index: Uids,  # (B,)
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
+    scores: Tensor, groups: Groups, response_mask: Tensor, **_: Any
+) -> Tensor:
     """Each response's score less the mean of its group, whitened over all tokens of the batch.
 
-    A group of one has mean 0. The returns are the advantages.
+    A group of one has mean 0.
     """
-    scores = sum_scores(token_level_rewards, response_mask)
-    groups = Groups.from_uids(index, scores)
-    centred = scores - groups.mean(scores).masked_fill(groups.single, 0)[groups.ids]
-    whitened = whiten_responses(centred, count_tokens(response_mask))
-    advantages = spread(whitened, response_mask, token_level_rewards.dtype)
-    return advantages, advantages
+    centred = scores - means_of_several(scores, groups)
+    return whiten_responses(centred, count_tokens(response_mask))
 
 
 @register_adv_est(AdvantageEstimator.REMAX)
@@ -108,6 +99,7 @@ def compute_optimal_token_baseline_advantage(
     sum_pi_squared: Tensor,
     rollout_is_weights: Tensor | None = None,
     epsilon: float = _EPSILON,
+    packed: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """The reward-to-go less the optimal baseline of the group at the same position.
@@ -115,42 +107,28 @@ def compute_optimal_token_baseline_advantage(
     Where a group's longest trajectory is alone, beyond the end of the second longest, its baseline
     is 0; so is that of a group of one. A reward outside the mask counts as one on the nearest
     earlier token of the mask. `rollout_is_weights`, squared, multiply W_t. The returns are the
-    rewards-to-go.
+    rewards-to-go. `packed` compares n-th actions, not n-th positions: tokens of tools and users
+    are taken out of every trajectory before these are compared.
     """
-    trajectories = _Trajectories(
-        token_level_rewards,
-        response_mask,
-        old_log_probs,
-        sum_pi_squared,
-        rollout_is_weights,
+    tensors = (token_level_rewards, response_mask, old_log_probs, sum_pi_squared)
+    trajectories = _Trajectories(*tensors, rollout_is_weights)
+    groups = Groups.from_uids(index, token_level_rewards)
+    advantages, returns = (
+        torch.empty_like(token_level_rewards),
+        torch.empty_like(token_level_rewards),
     )
-    return _less_optimal_baseline(trajectories, index, epsilon, packed=False)
+    for rows in groups.blocks(block_height(token_level_rewards)):
+        members = Groups.from_uids(groups.ids[rows], rows)
+        parts = _of_groups(trajectories.take(rows), members, epsilon, packed)
+        advantages.index_copy_(0, rows, parts[0])
+        returns.index_copy_(0, rows, parts[1])
+    return advantages, returns
 
 
-@register_adv_est(AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE)
-@torch.no_grad()
-def compute_tir_optimal_token_baseline_advantage(
-    token_level_rewards: Tensor,  # (B, R), as are all tensors here
-    response_mask: Tensor,
-    index: Uids,  # (B,)
-    old_log_probs: Tensor,
-    sum_pi_squared: Tensor,
-    rollout_is_weights: Tensor | None = None,
-    epsilon: float = _EPSILON,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
-    """`optimal_token_baseline` for several turns: it compares n-th actions, not n-th positions.
-
-    Tokens of tools and users are taken out of every trajectory before these are compared.
-    """
-    trajectories = _Trajectories(
-        token_level_rewards,
-        response_mask,
-        old_log_probs,
-        sum_pi_squared,
-        rollout_is_weights,
-    )
-    return _less_optimal_baseline(trajectories, index, epsilon, packed=True)
+compute_tir_optimal_token_baseline_advantage = register_adv_est(
+    AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE
+)(partial(compute_optimal_token_baseline_advantage, packed=True))
+"""For several turns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,21 +142,6 @@ class _Trajectories:
     def take(self, rows: Tensor) -> _Trajectories:
         tensors = {key: value for key, value in vars(self).items() if value is not None}
         return replace(self, **{key: value.index_select(0, rows) for key, value in tensors.items()})
-
-
-def _less_optimal_baseline(
-    trajectories: _Trajectories, index: Uids, epsilon: float, packed: bool
-) -> tuple[Tensor, Tensor]:
-    """(advantages, returns); `packed` compares trajectories without tokens outside the mask."""
-    rewards = trajectories.rewards
-    groups = Groups.from_uids(index, rewards)
-    advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
-    for rows in groups.blocks(block_height(rewards)):
-        members = Groups.from_uids(groups.ids[rows], rows)
-        parts = _of_groups(trajectories.take(rows), members, epsilon, packed)
-        advantages.index_copy_(0, rows, parts[0])
-        returns.index_copy_(0, rows, parts[1])
-    return advantages, returns
 
 
 def _of_groups(

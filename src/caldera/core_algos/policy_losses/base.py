@@ -21,7 +21,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import update_wrapper
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -113,8 +113,13 @@ class LossInputs:
     response_mask: Tensor
     loss_agg_mode: str
     config: ActorConfig
-    rollout_is_weights: Tensor | None
-    scale: LossScale
+    rollout_is_weights: Tensor | None = None
+    scale: LossScale | None = None
+
+    @property
+    def counts(self) -> LossScale:
+        """Those of the whole mini-batch."""
+        return self.scale or LossScale.from_mask(self.response_mask)
 
     def log_ratio(self) -> Tensor:
         """log(new probability / old probability) of each token, 0 outside the mask."""
@@ -131,7 +136,7 @@ class LossInputs:
         """The loss, of the losses of tokens without their weights."""
         mode = mode or self.loss_agg_mode
         factor = self.config.loss_scale_factor
-        return self.scale.aggregate(self.weighted(losses), self.response_mask, mode, factor)
+        return self.counts.aggregate(self.weighted(losses), self.response_mask, mode, factor)
 
     def metrics(
         self, kl: Tensor, clipped: Tensor | None = None, clipped_lower: Tensor | None = None
@@ -144,12 +149,12 @@ class LossInputs:
         per_token = {
             "actor/pg_clipfrac": nowhere if clipped is None else clipped.to(kl.dtype),
             "actor/ppo_kl": kl,
-            "actor/pg_clipfrac_lower": (
-                nowhere if clipped_lower is None else clipped_lower.to(kl.dtype)
-            ),
+            "actor/pg_clipfrac_lower": nowhere
+            if clipped_lower is None
+            else clipped_lower.to(kl.dtype),
         }
         return {
-            name: self.scale.token_mean(values, self.response_mask)
+            name: self.counts.token_mean(values, self.response_mask)
             for name, values in per_token.items()
         }
 
@@ -158,27 +163,8 @@ def policy_loss(name: str) -> Callable[[Callable[[LossInputs], LossAndMetrics]],
     """Register a loss that is written as a function of its inputs; it is called as all are."""
 
     def registered(compute: Callable[[LossInputs], LossAndMetrics]) -> PolicyLossFn:
-        def loss_fn(
-            old_log_prob: Tensor,
-            log_prob: Tensor,
-            advantages: Tensor,
-            response_mask: Tensor,
-            loss_agg_mode: str,
-            config: ActorConfig,
-            rollout_is_weights: Tensor | None = None,
-            scale: LossScale | None = None,
-        ) -> LossAndMetrics:
-            given = LossInputs(
-                old_log_prob,
-                log_prob,
-                advantages,
-                response_mask,
-                loss_agg_mode,
-                config,
-                rollout_is_weights,
-                scale or LossScale.from_mask(response_mask),
-            )
-            return compute(given)
+        def loss_fn(*args: Any, **kwargs: Any) -> LossAndMetrics:
+            return compute(LossInputs(*args, **kwargs))
 
         update_wrapper(loss_fn, compute)
         del loss_fn.__wrapped__  # type: ignore[attr-defined]  # the signature is its own

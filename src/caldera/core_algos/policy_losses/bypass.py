@@ -48,7 +48,7 @@ def compute_policy_loss_bypass_mode(given: LossInputs) -> LossAndMetrics:
         rollout_rs_threshold=correction.rollout_rs_threshold,
         rollout_is_batch_normalize=correction.rollout_is_batch_normalize,
     )
-    corr_shares = shares_of_means(corr_metrics, mask, given.scale, like=log_prob)
+    corr_shares = shares_of_means(corr_metrics, mask, given.counts, like=log_prob)
     advantages = zero_outside(given.advantages, accepted)
     if correction.loss_type == "ppo_clip":
         accepted_alone = replace(given, advantages=advantages)

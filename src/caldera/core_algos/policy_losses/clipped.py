@@ -93,7 +93,7 @@ def compute_policy_loss_geo_mean(given: LossInputs) -> LossAndMetrics:
 
     # A sequence is one element here: its sum is itself.
     has_tokens = mask.bool().any(-1, keepdim=True)
-    loss = given.scale.aggregate(losses.unsqueeze(-1), has_tokens, "seq-mean-token-sum")
+    loss = given.counts.aggregate(losses.unsqueeze(-1), has_tokens, "seq-mean-token-sum")
     return loss, given.metrics(-log_ratio, clipped < log_ratio, clipped > log_ratio)
 
 
