@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.profiler import ProfilerActivity, record_function
@@ -18,102 +18,72 @@ from caldera.single_controller import Dispatch, Worker, register
 # ---- Recording what this process does, by one tool at a time: its roles may share the recording
 
 
-class Tool(Protocol):
-    """Records from `start` to `stop`, which writes the file."""
-
-    def start(self) -> None: ...
-
-    def stop(self, path: Path) -> None: ...
-
-
-class TorchTool:
+@contextmanager
+def torch_trace(config: ProfilerConfig, _: GlobalTorchMemoryConfig, path: Path) -> Iterator[None]:
     """torch.profiler: a trace that chrome://tracing and Perfetto open."""
-
-    def __init__(self, config: ProfilerConfig) -> None:
-        contents = config.tool_config.torch.contents
-        activities = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
-        wanted = [name for name in activities if name in contents] or ["cpu", "cuda"]
-        self._profiler = torch.profiler.profile(
-            activities=[activities[name] for name in wanted if _has(name)],
-            record_shapes="shapes" in contents,
-            profile_memory="memory" in contents,
-            with_stack="stack" in contents,
-        )
-
-    def start(self) -> None:
-        self._profiler.start()
-
-    def stop(self, path: Path) -> None:
-        self._profiler.stop()
-        self._profiler.export_chrome_trace(f"{path}.json.gz")
+    contents = config.tool_config.torch.contents
+    activities = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
+    wanted = [name for name in activities if name in contents] or ["cpu", "cuda"]
+    if not torch.cuda.is_available():
+        wanted = [name for name in wanted if name == "cpu"]
+    with torch.profiler.profile(
+        activities=[activities[name] for name in wanted],
+        record_shapes="shapes" in contents,
+        profile_memory="memory" in contents,
+        with_stack="stack" in contents,
+    ) as profiler:
+        yield
+    profiler.export_chrome_trace(f"{path}.json.gz")
 
 
-def _has(activity: str) -> bool:
-    return activity == "cpu" or torch.cuda.is_available()
-
-
-class NsysTool:
+@contextmanager
+def nsys_range(_: ProfilerConfig, __: GlobalTorchMemoryConfig, path: Path) -> Iterator[None]:
     """A capture range of nsys, which writes the file itself."""
-
-    def start(self) -> None:
-        torch.cuda.profiler.start()
-
-    def stop(self, path: Path) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+    torch.cuda.profiler.start()
+    yield
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
 
 
-class MemoryTool:
+@contextmanager
+def memory_snapshot(
+    config: ProfilerConfig, whole: GlobalTorchMemoryConfig, path: Path
+) -> Iterator[None]:
     """A snapshot of the GPU's memory with its history, for pytorch.org/memory_viz."""
-
-    def __init__(self, config: ProfilerConfig, whole: GlobalTorchMemoryConfig) -> None:
-        entries = config.tool_config.torch_memory.trace_alloc_max_entries
-        self._arguments: dict[str, Any] = {
-            "context": whole.context,
-            "stacks": whole.stacks,
-            "max_entries": entries,
-            **whole.kw_args,
-        }
-
-    def start(self) -> None:
-        torch.cuda.memory._record_memory_history(**self._arguments)
-
-    def stop(self, path: Path) -> None:
-        torch.cuda.memory._dump_snapshot(f"{path}.pickle")
-        torch.cuda.memory._record_memory_history(enabled=None)
+    arguments: dict[str, Any] = {
+        "context": whole.context,
+        "stacks": whole.stacks,
+        "max_entries": config.tool_config.torch_memory.trace_alloc_max_entries,
+        **whole.kw_args,
+    }
+    torch.cuda.memory._record_memory_history(**arguments)
+    yield
+    torch.cuda.memory._dump_snapshot(f"{path}.pickle")
+    torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def tool_of(config: ProfilerConfig, memory: GlobalTorchMemoryConfig) -> Tool:
-    """The tool that the config names."""
-    if config.tool == "torch":
-        return TorchTool(config)
-    if config.tool == "nsys":
-        return NsysTool()
-    assert config.tool == "torch_memory", "the config's choices are these"
-    return MemoryTool(config, memory)
+TOOLS = {"torch": torch_trace, "nsys": nsys_range, "torch_memory": memory_snapshot}
+"""By `tool`; each records from its beginning to its end, and then writes the file."""
 
 
 @dataclass
 class Recorder:
     """One recording, which begins with the first role that asks for it and ends with the last."""
 
-    _tool: Tool | None = None
-    _path: Path = field(default_factory=Path)
+    _recording: ExitStack = field(default_factory=ExitStack)
     _holders: int = 0
 
     def start(self, config: ProfilerConfig, memory: GlobalTorchMemoryConfig, name: str) -> None:
         self._holders += 1
         if self._holders == 1:
-            self._path = Path(config.save_path or "outputs/profile").expanduser() / name
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._tool = tool_of(config, memory)
-            self._tool.start()
+            path = Path(config.save_path or "outputs/profile").expanduser() / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._recording.enter_context(TOOLS[str(config.tool)](config, memory, path))
 
     def stop(self) -> None:
         self._holders -= 1
-        if self._holders == 0 and self._tool is not None:
-            tool, self._tool = self._tool, None
-            tool.stop(self._path)
+        if self._holders == 0:
+            self._recording.close()
 
 
 RECORDER = Recorder()
