@@ -16,8 +16,8 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -25,86 +25,8 @@ from transformers import PreTrainedTokenizerBase
 from caldera.errors import CalderaError, DataError
 from caldera.web import HttpServer, Reply, Request, error_reply, json_reply, read_object
 
-# ---- Dynamic batching: whatever waits while the model computes is computed next, together
-
 ScoreTokens = Callable[[list[list[int]]], Sequence[float]]
 """Sequences of tokens -> a score of each."""
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    tokens: list[int]
-    score: Future[float] = field(default_factory=Future)
-
-
-class Batcher:
-    """Scores sequences from many callers, in the order in which they come.
-
-    A batch has at most `max_tokens` tokens, unless one sequence alone has more, and at most
-    `max_sequences` sequences. What a batch raises is raised to all its callers.
-    """
-
-    def __init__(self, score: ScoreTokens, max_tokens: int, max_sequences: int) -> None:
-        self._score = score
-        self._max_tokens = max_tokens
-        self._max_sequences = max_sequences
-        self._waiting: deque[_Waiting] = deque()
-        self._changed = threading.Condition()
-        self._is_closed = False
-        # A call in a pool keeps whatever it raises, so that no batch can end the loop.
-        self._model = ThreadPoolExecutor(1, "reward-model")
-        self._thread = threading.Thread(target=self._work, name="batcher", daemon=True)
-        self._thread.start()
-
-    def submit(self, tokens: list[int]) -> Future[float]:
-        waiting = _Waiting(tokens)
-        with self._changed:
-            if self._is_closed:
-                raise RuntimeError("the batcher is closed")
-            self._waiting.append(waiting)
-            self._changed.notify()
-        return waiting.score
-
-    def close(self) -> None:
-        """Score what waits, and end."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-        self._thread.join()
-        self._model.shutdown()
-
-    def _work(self) -> None:
-        while batch := self._take():
-            outcome = self._model.submit(self._score, [waiting.tokens for waiting in batch])
-            if error := outcome.exception():
-                for waiting in batch:
-                    waiting.score.set_exception(error)
-                continue
-            for waiting, score in zip(batch, outcome.result(), strict=True):
-                waiting.score.set_result(float(score))
-
-    def _take(self) -> list[_Waiting]:
-        """The next batch, as soon as there is one; none when the batcher is closed."""
-        with self._changed:
-            while True:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed)
-                # One whose caller has gone away is not computed.
-                batch = [w for w in self._first() if w.score.set_running_or_notify_cancel()]
-                if batch or (self._is_closed and not self._waiting):
-                    return batch
-
-    def _first(self) -> list[_Waiting]:
-        """Those that wait longest, as many as make a batch."""
-        taken: list[_Waiting] = []
-        tokens = 0
-        while self._waiting and len(taken) < self._max_sequences:
-            tokens += len(self._waiting[0].tokens)
-            if taken and tokens > self._max_tokens:
-                break
-            taken.append(self._waiting.popleft())
-        return taken
-
-
 PATHS = ("/classify", "/v1/embeddings")
 
 
@@ -132,9 +54,14 @@ class RewardServer:
     ) -> None:
         self._score = score
         self._model = model
+        self._max_tokens = max_tokens
+        self._max_sequences = max_sequences
         self._awake = True
         self._turn = threading.Lock()
-        self._batcher = Batcher(self._score_awake, max_tokens, max_sequences)
+        # What follows belongs to the server's event loop.
+        self._waiting: deque[tuple[list[int], asyncio.Future[float]]] = deque()
+        self._computing: asyncio.Task[None] | None = None
+        self._model_thread = ThreadPoolExecutor(1, "reward-model")
         self._http = HttpServer(self._handle, host)
         self.address = self._http.address
 
@@ -149,7 +76,47 @@ class RewardServer:
 
     def close(self) -> None:
         self._http.close()
-        self._batcher.close()
+        self._model_thread.shutdown()
+
+    # ---- Dynamic batching: whatever waits while the model computes is computed next, together
+
+    def _submit(self, tokens: list[int]) -> asyncio.Future[float]:
+        score = asyncio.get_running_loop().create_future()
+        self._waiting.append((tokens, score))
+        if self._computing is None:
+            self._computing = asyncio.create_task(self._compute())
+        return score
+
+    async def _compute(self) -> None:
+        """Score what waits, in the order in which it came; what a batch raises, all of it gets."""
+        loop = asyncio.get_running_loop()
+        while batch := self._first():
+            tokens = [tokens for tokens, _ in batch]
+            computed = loop.run_in_executor(self._model_thread, self._score_awake, tokens)
+            (outcome,) = await asyncio.gather(computed, return_exceptions=True)
+            for place, (_, score) in enumerate(batch):
+                if score.cancelled():
+                    continue
+                if isinstance(outcome, BaseException):
+                    score.set_exception(outcome)
+                else:
+                    score.set_result(float(outcome[place]))
+        self._computing = None
+
+    def _first(self) -> list[tuple[list[int], asyncio.Future[float]]]:
+        """As many as make a batch, of those whose callers have not gone away: at most `max_tokens`
+        tokens, unless one sequence alone has more, and at most `max_sequences` sequences."""
+        taken: list[tuple[list[int], asyncio.Future[float]]] = []
+        tokens = 0
+        while self._waiting and len(taken) < self._max_sequences:
+            if self._waiting[0][1].cancelled():
+                self._waiting.popleft()
+                continue
+            tokens += len(self._waiting[0][0])
+            if taken and tokens > self._max_tokens:
+                break
+            taken.append(self._waiting.popleft())
+        return taken
 
     def _score_awake(self, sequences: list[list[int]]) -> Sequence[float]:
         with self._turn:
@@ -166,7 +133,7 @@ class RewardServer:
             sequences = _read(request.body, self._model)
         except DataError as error:
             return error_reply(400, str(error))
-        pending = [asyncio.wrap_future(self._batcher.submit(tokens)) for tokens in sequences]
+        pending = [self._submit(tokens) for tokens in sequences]
         scores: list[float] = []
         for outcome in await asyncio.gather(*pending, return_exceptions=True):
             if isinstance(outcome, BaseException):

@@ -157,7 +157,7 @@ def test_what_waits_is_scored_together(judge: Judge, slow: RewardServer) -> None
         judge.started.acquire()  # the model computes; the others come meanwhile
         for number, tokens in enumerate(given[1:]):
             answers.append(threads.submit(ask, slow.address, "/classify", {"input": tokens}))
-            while len(slow._batcher._waiting) <= number:
+            while len(slow._waiting) <= number:
                 pass
         judge.go_on.release(100)
         scores = [answer.result()[1]["data"][0]["probs"][0] for answer in answers]
@@ -178,7 +178,7 @@ def test_sleep_waits_for_what_is_being_scored(judge: Judge, slow: RewardServer) 
         first = threads.submit(ask, slow.address, "/classify", {"input": [1]})
         judge.started.acquire()
         second = threads.submit(ask, slow.address, "/classify", {"input": [2]})
-        while not slow._batcher._waiting:
+        while not slow._waiting:
             pass
         asleep = threads.submit(slow.sleep)
         while slow._awake:
