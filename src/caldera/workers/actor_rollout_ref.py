@@ -37,7 +37,7 @@ class ActorRolloutRefWorker(PolicyWorker, SamplerWorker):
         self.build_actor()
         self.prepare_sampling(self.actor.module)
         rollout = self._build_rollout()
-        self.build_reference()
+        self.reference = self.build_reference()
         free_cache = self.config.rollout.free_cache_engine
         memory = self.memory()
         trainer_dtype = DTYPES[memory.dtype or memory.model_dtype]

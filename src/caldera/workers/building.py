@@ -26,7 +26,7 @@ from caldera.data import chosen_class, hf_tokenizer
 from caldera.engine import ENGINES, Engine, EngineOptions
 from caldera.errors import ConfigError
 from caldera.models.forward import base_module
-from caldera.models.loading import Built
+from caldera.models.loading import DTYPES, Built
 from caldera.registry import Registry
 from caldera.rollout.base import Decode
 from caldera.seeds import derive_seed, seed_everything
@@ -36,6 +36,30 @@ from caldera.workers.phases import on_device
 logger = logging.getLogger(__name__)
 
 SHARDING = ("fsdp", "fsdp2")
+BuildModel = Callable[[torch.dtype, int, bool], Built]
+"""(precision, seed, whether it is to be without values) -> the model."""
+
+
+def role_engine(
+    strategy: str,
+    keys: FSDPConfig,
+    megatron: MegatronConfig,
+    device: torch.device,
+    build: BuildModel,
+    *,
+    compiles: bool = True,
+    **options: Any,
+) -> Engine:
+    """The engine of a role, as its keys say; `options` are those of `EngineOptions` beside."""
+    memory = memory_of(strategy, keys, megatron, device)
+    dtype = DTYPES[memory.model_dtype]
+    told = EngineOptions(
+        memory,
+        compiles=compiles and memory.use_torch_compile and device.type == "cuda",
+        megatron=megatron if strategy == MEGATRON else None,
+        **options,
+    )
+    return build_engine(strategy, lambda empty: build(dtype, memory.seed, empty), device, told)
 
 
 def build_engine(
@@ -76,19 +100,9 @@ def memory_of(
     )
 
 
-def megatron_of(strategy: str, megatron: MegatronConfig) -> MegatronConfig | None:
-    """What the engine is told of Megatron: nothing, where it is another one."""
-    return megatron if strategy == MEGATRON else None
-
-
 def largest_norm(role: ActorConfig | CriticConfig) -> float:
     """Bound of a role's gradient norm: Megatron's key is the optimiser's."""
     return role.optim.clip_grad if role.strategy == MEGATRON else role.grad_clip
-
-
-def compiles(device: torch.device, *switches: bool) -> bool:
-    """Whether to compile: on a GPU, unless one of the keys says no."""
-    return device.type == "cuda" and all(switches)
 
 
 def register_mesh(worker: Worker, name: str, engine: Engine) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from caldera.config import CheckpointConfig, CriticConfig, ModelConfig
-from caldera.engine import Engine, EngineOptions, ForwardPlan
-from caldera.models.loading import DTYPES, build_value_model
+from caldera.engine import Engine, ForwardPlan
+from caldera.models.loading import build_value_model
 from caldera.protocol import DataProto
 from caldera.single_controller import (
     Dispatch,
@@ -18,12 +16,9 @@ from caldera.single_controller import (
 from caldera.workers.building import (
     WORKERS,
     TrainedWorker,
-    build_engine,
-    compiles,
     largest_norm,
-    megatron_of,
-    memory_of,
     register_mesh,
+    role_engine,
 )
 from caldera.workers.losses import value_loss
 from caldera.workers.phases import MASKED_RESPONSES, VALUE_LOSS, on_device, train_epochs
@@ -43,23 +38,20 @@ class CriticWorker(TrainedWorker, ProfiledWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the weights and build the engine."""
-        config = self.config
-        model = config.model
-        memory = memory_of(config.strategy, model.fsdp_config, config.megatron, self.device)
-        dtype = DTYPES[memory.model_dtype]
-        options = EngineOptions(
-            memory,
-            config.optim,
-            largest_norm(config),
-            config.ulysses_sequence_parallel_size,
-            model.enable_gradient_checkpointing,
-            model.enable_activation_offload,
-            compiles(self.device, memory.use_torch_compile),
-            config.checkpoint,
-            megatron=megatron_of(config.strategy, config.megatron),
+        config, model = self.config, self.config.model
+        self.engine = role_engine(
+            config.strategy,
+            model.fsdp_config,
+            config.megatron,
+            self.device,
+            lambda dtype, seed, empty: build_value_model(model, dtype, seed, "critic.model", empty),
+            optim=config.optim,
+            grad_clip=largest_norm(config),
+            sequence_parallel=config.ulysses_sequence_parallel_size,
+            gradient_checkpointing=model.enable_gradient_checkpointing,
+            activation_offload=model.enable_activation_offload,
+            checkpoint=config.checkpoint,
         )
-        build = partial(build_value_model, model, dtype, memory.seed, "critic.model")
-        self.engine = build_engine(config.strategy, build, self.device, options)
         register_mesh(self, "critic", self.engine)
         self.engine.offload()
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 
 from caldera.config import (
@@ -15,20 +12,18 @@ from caldera.config import (
     RefConfig,
     RolloutConfig,
 )
-from caldera.engine import Engine, EngineOptions, OutputName, Outputs
+from caldera.engine import Engine, OutputName, Outputs
 from caldera.errors import ConfigError
 from caldera.models.forward import without_adapter
-from caldera.models.loading import DTYPES, Built, build_policy
+from caldera.models.loading import Built, build_policy
 from caldera.protocol import DataProto
 from caldera.single_controller import make_nd_compute_dataproto_dispatch_fn, register
 from caldera.workers.building import (
     TrainedWorker,
-    build_engine,
-    compiles,
     largest_norm,
-    megatron_of,
     memory_of,
     register_mesh,
+    role_engine,
 )
 from caldera.workers.losses import policy_loss
 from caldera.workers.phases import (
@@ -50,6 +45,8 @@ ON_ACTOR = make_nd_compute_dataproto_dispatch_fn("actor")
 class PolicyWorker(TrainedWorker, ProfiledWorker):
     """The actor's engine and, when the role says so, that of the reference."""
 
+    reference: Engine | None
+
     def __init__(self, config: ActorRolloutRefConfig, role: str, device: str) -> None:
         profilers = {part: getattr(config, part).profiler for part in ("actor", "ref", "rollout")}
         super().__init__(profilers)
@@ -60,24 +57,21 @@ class PolicyWorker(TrainedWorker, ProfiledWorker):
     def build_actor(self) -> None:
         """Load the weights, and build the engine that trains them."""
         model, actor = self.config.model, self.config.actor
-        memory = self.memory()
-        options = EngineOptions(
-            memory,
-            actor.optim,
-            largest_norm(actor),
+        self.actor = role_engine(
+            actor.strategy,
+            actor.fsdp_config,
+            actor.megatron,
+            self.device,
+            self._model,
+            compiles=actor.use_torch_compile,
+            optim=actor.optim,
+            grad_clip=largest_norm(actor),
             sequence_parallel=actor.ulysses_sequence_parallel_size,
             gradient_checkpointing=model.enable_gradient_checkpointing,
             activation_offload=model.enable_activation_offload,
-            compiles=compiles(self.device, actor.use_torch_compile, memory.use_torch_compile),
             checkpoint=actor.checkpoint,
-            megatron=megatron_of(actor.strategy, actor.megatron),
         )
-        self.actor = build_engine(actor.strategy, self._model(memory), self.device, options)
         register_mesh(self, "actor", self.actor)
-
-    def build_reference(self) -> None:
-        """The engine of the frozen reference, where the role has one."""
-        self.reference = self._build_reference()
 
     @register(dispatch_mode=ON_ACTOR, needs=MASKED_RESPONSES)
     @profiled("actor")
@@ -131,21 +125,22 @@ class PolicyWorker(TrainedWorker, ProfiledWorker):
     def _trained(self) -> tuple[Engine, CheckpointConfig, ModelConfig]:
         return self.actor, self.config.actor.checkpoint, self.config.model
 
-    def _build_reference(self) -> Engine | None:
-        """With an adapter it is the actor itself, to be run without it."""
+    def build_reference(self) -> Engine | None:
+        """The engine of the frozen reference; with an adapter the actor, to be run without it."""
         if not self._with_reference:
             return None
         if self.config.model.has_adapter:
             return self.actor
         ref = self.config.ref
-        memory = memory_of(ref.strategy, ref.fsdp_config, ref.megatron, self.device)
-        options = EngineOptions(
-            memory,
+        engine = role_engine(
+            ref.strategy,
+            ref.fsdp_config,
+            ref.megatron,
+            self.device,
+            self._model,
+            compiles=ref.use_torch_compile,
             sequence_parallel=ref.ulysses_sequence_parallel_size,
-            compiles=compiles(self.device, ref.use_torch_compile, memory.use_torch_compile),
-            megatron=megatron_of(ref.strategy, ref.megatron),
         )
-        engine = build_engine(ref.strategy, self._model(memory), self.device, options)
         own = (engine.sequence_parallel_size, engine.model_parallel_size)
         actors = (self.actor.sequence_parallel_size, self.actor.model_parallel_size)
         if own != actors:
@@ -162,9 +157,8 @@ class PolicyWorker(TrainedWorker, ProfiledWorker):
         actor = self.config.actor
         return memory_of(actor.strategy, actor.fsdp_config, actor.megatron, self.device)
 
-    def _model(self, memory: FSDPConfig) -> Callable[[bool], Built]:
-        dtype = DTYPES[memory.model_dtype]
-        return partial(build_policy, self.config.model, dtype, memory.seed, MODEL_KEY)
+    def _model(self, dtype: torch.dtype, seed: int, empty: bool) -> Built:
+        return build_policy(self.config.model, dtype, seed, MODEL_KEY, empty)
 
     def _infer(
         self,

@@ -17,9 +17,9 @@ from caldera.core_algos import LossScale, PairMetrics, bradley_terry_loss, dpo_l
 from caldera.data import Batch, create_preference_dataset, engine_rows
 from caldera.engine import LossAndMetrics, LossFn, Outputs
 from caldera.errors import DataError
-from caldera.models.loading import Built, build_sequence_classifier
+from caldera.models.loading import build_policy, build_sequence_classifier
 from caldera.protocol import DataProto, tensors_of
-from caldera.workers.supervised import MODEL_KEY, Objective, language_model
+from caldera.workers.supervised import Objective
 
 PAIR = 2
 
@@ -84,10 +84,6 @@ def uses_reference(config: SFTTrainerConfig) -> bool:
     return not cast(DPOTrainerConfig, config).dpo.reference_free
 
 
-def scoring_model(config: SFTTrainerConfig, dtype: torch.dtype, seed: int, empty: bool) -> Built:
-    return build_sequence_classifier(config.model, dtype, seed, MODEL_KEY, empty)
-
-
 def _both(values: Tensor) -> tuple[Tensor, Tensor]:
     """Of the chosen and of the rejected responses, (B / 2,) each."""
     return values[::PAIR], values[1::PAIR]
@@ -103,7 +99,7 @@ REWARD_MODEL = Objective(
     name="rm",
     dataset=create_preference_dataset,
     collate=pair_batch,
-    build=scoring_model,
+    build=build_sequence_classifier,
     outputs=("scores",),
     loss=scoring_loss,
     rows_together=PAIR,
@@ -114,7 +110,7 @@ DIRECT = Objective(
     name="dpo",
     dataset=create_preference_dataset,
     collate=pair_batch,
-    build=language_model,
+    build=build_policy,
     outputs=("log_probs",),
     loss=direct_loss,
     rows_together=PAIR,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -20,11 +17,10 @@ from caldera.data.conversation import (
     require_own_template,
     reward_model_tokenizer,
 )
-from caldera.engine import Engine, EngineOptions, ForwardPlan
+from caldera.engine import Engine, ForwardPlan
 from caldera.errors import DataError
 from caldera.models.forward import base_module
 from caldera.models.loading import (
-    DTYPES,
     Built,
     build_policy,
     build_reward_model,
@@ -39,11 +35,8 @@ from caldera.single_controller import (
 from caldera.web import own_address
 from caldera.workers.building import (
     WORKERS,
-    build_engine,
-    compiles,
-    megatron_of,
-    memory_of,
     register_mesh,
+    role_engine,
 )
 from caldera.workers.chat_server import ChatServer, serve_language_model
 from caldera.workers.phases import CONVERSATIONS, on_device
@@ -168,22 +161,24 @@ class RewardModelWorker(ProfiledWorker):
         config = self.config
         strategy = "local" if config.is_served else config.strategy
         self.writes = config.is_served and is_language_model(config.model, MODEL_KEY)
-        memory = memory_of(strategy, self._memory(), config.megatron, self.device)
-        options = EngineOptions(
-            memory,
+        self.engine = role_engine(
+            strategy,
+            self._memory(),
+            config.megatron,
+            self.device,
+            self._build,
             sequence_parallel=config.ulysses_sequence_parallel_size,
-            compiles=compiles(self.device, memory.use_torch_compile),
-            megatron=megatron_of(strategy, config.megatron),
         )
-        dtype = DTYPES[memory.model_dtype]
-        build: Callable[[bool], Built] = partial(build_reward_model, config.model, dtype, MODEL_KEY)
-        if self.writes:
-            build = partial(build_policy, _plain(config.model), dtype, 0, MODEL_KEY)
-        self.engine = build_engine(strategy, build, self.device, options)
         register_mesh(self, "reward", self.engine)
         if not config.is_served:
             self.inputs = RewardInputs(config)
         self.engine.offload()
+
+    def _build(self, dtype: torch.dtype, seed: int, empty: bool) -> Built:
+        model = self.config.model
+        if self.writes:
+            return build_policy(_plain(model), dtype, 0, MODEL_KEY, empty)
+        return build_reward_model(model, dtype, MODEL_KEY, empty)
 
     def _memory(self) -> FSDPConfig:
         """What the keys say, in the precision of the device."""

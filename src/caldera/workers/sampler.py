@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -35,22 +35,19 @@ ON_SAMPLER = make_nd_compute_dataproto_dispatch_fn("rollout")
 """Ranks that sample together get the same rows."""
 
 
-class Agents(Protocol):
-    """Runs a trajectory for each row of a batch."""
-
-    def __call__(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        seeds: Sequence[int],
-        rollout: Rollout,
-        params: SamplingParams,
-        pad_token_id: int,
-        on_finished: OnFinished | None,
-    ) -> DataProto:
-        """The trajectories as a batch; `on_finished` is called as soon as one ends."""
-        ...
-
-
+Agents = Callable[
+    [
+        Sequence[Mapping[str, Any]],
+        Sequence[int],
+        Rollout,
+        SamplingParams,
+        int,
+        OnFinished | None,
+    ],
+    DataProto,
+]
+"""(rows, seeds, sampler, sampling parameters, padding token, what is called as soon as a trajectory
+ends) -> a trajectory for each row, as a batch"""
 MakeAgents = Callable[[], Agents]
 """Called in the sampler's process, to which it is sent."""
 

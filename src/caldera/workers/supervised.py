@@ -10,7 +10,6 @@ import torch
 
 from caldera.config import (
     CheckpointConfig,
-    FSDPConfig,
     ModelConfig,
     SFTDataConfig,
     SFTTrainerConfig,
@@ -20,7 +19,6 @@ from caldera.data import Batch, create_sft_dataset, token_batch
 from caldera.data.loader import RowSource
 from caldera.engine import (
     Engine,
-    EngineOptions,
     ForwardPlan,
     LossAndMetrics,
     LossFn,
@@ -28,7 +26,7 @@ from caldera.engine import (
     Outputs,
 )
 from caldera.models.forward import without_adapter
-from caldera.models.loading import DTYPES, Built, build_policy
+from caldera.models.loading import Built, build_policy
 from caldera.protocol import DataProto, tensors_of
 from caldera.single_controller import (
     Dispatch,
@@ -38,11 +36,8 @@ from caldera.single_controller import (
 from caldera.workers.building import (
     WORKERS,
     TrainedWorker,
-    build_engine,
-    compiles,
-    megatron_of,
-    memory_of,
     register_mesh,
+    role_engine,
 )
 from caldera.workers.phases import on_device, train_epochs
 
@@ -70,8 +65,8 @@ class Objective:
     collate: Callable[[Sequence[dict[str, Any]], int], Batch]
     """(items, padding token) -> rows as engines take them, `rows_together` for each item: the first
     token is the prompt, all others are the response, and response_mask has what is trained."""
-    build: Callable[[SFTTrainerConfig, torch.dtype, int, bool], Built]
-    """(config, precision, seed, whether it is to be without values) -> the model."""
+    build: Callable[[ModelConfig, torch.dtype, int, str, bool], Built]
+    """(model keys, precision, seed, their group, whether it is to be without values) -> model."""
     outputs: tuple[OutputName, ...]
     """What the loss reads of the model."""
     loss: Callable[[SFTTrainerConfig], LossFn]
@@ -94,15 +89,11 @@ def likelihood_loss(config: SFTTrainerConfig) -> LossFn:
     return loss_fn
 
 
-def language_model(config: SFTTrainerConfig, dtype: torch.dtype, seed: int, empty: bool) -> Built:
-    return build_policy(config.model, dtype, seed, MODEL_KEY, empty)
-
-
 FINE_TUNING = Objective(
     name="sft",
     dataset=create_sft_dataset,
     collate=token_batch,
-    build=language_model,
+    build=build_policy,
     outputs=("log_probs",),
     loss=likelihood_loss,
 )
@@ -131,19 +122,13 @@ class SupervisedWorker(TrainedWorker):
     def init_model(self) -> None:
         """Load the weights, and build the engine and, where there is one, the reference."""
         config, model = self.config, self.config.model
-        memory = self._memory()
-        options = EngineOptions(
-            memory,
-            config.optim.for_engine(self.total_steps),
-            config.optim.clip_grad,
-            config.ulysses_sequence_parallel_size,
-            model.enable_gradient_checkpointing,
-            model.enable_activation_offload,
-            compiles(self.device, memory.use_torch_compile),
-            config.trainer.checkpoint,
-            megatron=megatron_of(model.strategy, model.megatron),
+        self.engine = self._build_engine(
+            optim=config.optim.for_engine(self.total_steps),
+            grad_clip=config.optim.clip_grad,
+            gradient_checkpointing=model.enable_gradient_checkpointing,
+            activation_offload=model.enable_activation_offload,
+            checkpoint=config.trainer.checkpoint,
         )
-        self.engine = build_engine(model.strategy, self._build, self.device, options)
         register_mesh(self, MESH, self.engine)
         self.reference = self._build_reference()
         self.engine.offload()
@@ -179,28 +164,25 @@ class SupervisedWorker(TrainedWorker):
     def _trained(self) -> tuple[Engine, CheckpointConfig, ModelConfig]:
         return self.engine, self.config.trainer.checkpoint, self.config.model
 
-    def _build(self, empty: bool) -> Built:
-        memory = self._memory()
-        return self.objective.build(self.config, DTYPES[memory.model_dtype], memory.seed, empty)
-
-    def _memory(self) -> FSDPConfig:
+    def _build_engine(self, **options: Any) -> Engine:
         model = self.config.model
-        return memory_of(model.strategy, model.fsdp_config, model.megatron, self.device)
+        return role_engine(
+            model.strategy,
+            model.fsdp_config,
+            model.megatron,
+            self.device,
+            lambda dtype, seed, empty: self.objective.build(model, dtype, seed, MODEL_KEY, empty),
+            sequence_parallel=self.config.ulysses_sequence_parallel_size,
+            **options,
+        )
 
     def _build_reference(self) -> Engine | None:
         """With an adapter it is the model itself, to be run without it."""
         if not self.objective.needs_reference(self.config):
             return None
-        model, memory = self.config.model, self._memory()
-        if model.has_adapter:
+        if self.config.model.has_adapter:
             return self.engine
-        options = EngineOptions(
-            memory,
-            sequence_parallel=self.config.ulysses_sequence_parallel_size,
-            compiles=compiles(self.device, memory.use_torch_compile),
-            megatron=megatron_of(model.strategy, model.megatron),
-        )
-        engine = build_engine(model.strategy, self._build, self.device, options)
+        engine = self._build_engine()
         engine.offload()
         return engine
 

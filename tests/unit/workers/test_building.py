@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from caldera.config import ActorConfig, FSDPConfig, MegatronConfig, OptimizerConfig
-from caldera.workers.building import largest_norm, megatron_of, memory_of
+from caldera.workers.building import largest_norm, memory_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -15,7 +15,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_other_strategies_have_their_own_keys(strategy: str) -> None:
     memory = FSDPConfig(seed=3)
     assert memory_of(strategy, memory, MegatronConfig(seed=4), CPU) is memory
-    assert megatron_of(strategy, MegatronConfig()) is None
 
 
 def test_megatrons_keys_say_the_same_in_other_words() -> None:
@@ -25,7 +24,6 @@ def test_megatrons_keys_say_the_same_in_other_words() -> None:
         param_offload=True, optimizer_offload=True, model_dtype="bf16", dtype="bfloat16", seed=4,
         use_torch_compile=False,
     )  # fmt: skip
-    assert megatron_of("megatron", keys) is keys
 
 
 @pytest.mark.parametrize(("device", "dtype"), [(CPU, "float32"), (CUDA, "bfloat16")])
