@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import ClassVar, TypeVar
 
 from rich.cells import cell_len, set_cell_size
@@ -74,8 +75,13 @@ T = TypeVar("T")
 class TrainingProgress:
     """Step k of N with named numbers, elapsed time and ETA.
 
-    Where standard output is no terminal, a line every `seconds_between_lines` stands for the bar.
+    On a terminal it is a bar at its foot, above which lines that are printed meanwhile appear.
+
+    Where standard output is no terminal, a line every `seconds_between_lines` stands for the bar,
+    without control characters, and the last state is always worth a line.
     """
+
+    on_screen: ClassVar[bool] = False  # a second bar would need a rich that can nest them
 
     def __init__(
         self,
@@ -93,11 +99,13 @@ class TrainingProgress:
         self._details: list[str] = []
         self._started = time.monotonic()
         self._expected_end: float | None = None
-        self._display: _LiveBar | _PlainLines = (
-            _LiveBar(self)
-            if can_draw_live() and not _LiveBar.on_screen
-            else _PlainLines(self, seconds_between_lines)
-        )
+        # A wait that is shorter than the interval is one line, its last.
+        self._interval, self._last_line = seconds_between_lines, self._started
+        self._unprinted = False
+        self._live: Live | None = None
+        if can_draw_live() and not TrainingProgress.on_screen:
+            drawn = partial(_drawn, self)
+            self._live = Live(get_renderable=drawn, console=CONSOLE, refresh_per_second=4)
 
     def update(self, step: int, **fields: float) -> None:
         """Say that `step` steps are done, with the numbers to show beside it."""
@@ -107,7 +115,13 @@ class TrainingProgress:
         if step > self._done_before:
             seconds_per_step = (now - self._started) / (step - self._done_before)
             self._expected_end = now + seconds_per_step * (self._total - step)
-        self._display.update()
+        self._unprinted = self._live is None
+        if self._unprinted and now - self._last_line >= self._interval:
+            self._print(now)
+
+    def _print(self, now: float) -> None:
+        self._last_line, self._unprinted = now, False
+        print_line(" | ".join([self.head(), *self.clocks(), *self._details]))
 
     @property
     def step(self) -> int:
@@ -137,40 +151,22 @@ class TrainingProgress:
 
     def __enter__(self) -> TrainingProgress:
         self._started = time.monotonic()
-        self._display.start()
+        if self._live is not None:
+            TrainingProgress.on_screen = True
+            self._live.start(refresh=True)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._display.stop()
+        if self._live is not None:
+            self._live.stop()
+            TrainingProgress.on_screen = False
+        elif self._unprinted:
+            self._print(time.monotonic())
 
 
-class _LiveBar:
-    """A bar at the foot of the terminal; lines printed meanwhile appear above it."""
-
-    on_screen: ClassVar[bool] = False  # a second bar would need a rich that can nest them
-
-    def __init__(self, progress: TrainingProgress) -> None:
-        self._live = Live(
-            get_renderable=lambda: _drawn(progress, CONSOLE.width),
-            console=CONSOLE,
-            refresh_per_second=4,
-        )
-
-    def start(self) -> None:
-        _LiveBar.on_screen = True
-        self._live.start(refresh=True)
-
-    def update(self) -> None:
-        """The next refresh shows it."""
-
-    def stop(self) -> None:
-        self._live.stop()
-        _LiveBar.on_screen = False
-
-
-def _drawn(progress: TrainingProgress, width: int) -> RenderableType:
+def _drawn(progress: TrainingProgress) -> RenderableType:
     """Step, bar and clocks; below them the named numbers, so that 80 columns show everything."""
-    head, clocks = progress.head(), SEPARATOR.join(progress.clocks())
+    head, clocks, width = progress.head(), SEPARATOR.join(progress.clocks()), CONSOLE.width
     cells = width - cell_len(head) - cell_len(clocks) - 2
     row: RenderableType = _one_line(_without_bar(progress, width))
     if cells >= SHORTEST_BAR:
@@ -192,36 +188,6 @@ def _without_bar(progress: TrainingProgress, width: int) -> str:
 
 def _one_line(text: str) -> Text:
     return Text(text, no_wrap=True, overflow="ellipsis")
-
-
-class _PlainLines:
-    """Lines without control characters, rare enough for a log file."""
-
-    def __init__(self, progress: TrainingProgress, seconds_between_lines: float) -> None:
-        self._progress = progress
-        self._interval = seconds_between_lines
-        self._last_line = time.monotonic()  # a wait shorter than the interval is one line, its last
-        self._unprinted = False
-
-    def start(self) -> None:
-        pass
-
-    def update(self) -> None:
-        self._unprinted = True
-        if time.monotonic() - self._last_line >= self._interval:
-            self._print()
-
-    def stop(self) -> None:
-        """The last state is always worth a line."""
-        if self._unprinted:
-            self._print()
-
-    def _print(self) -> None:
-        self._last_line = time.monotonic()
-        self._unprinted = False
-        print_line(
-            " | ".join([self._progress.head(), *self._progress.clocks(), *self._progress.details()])
-        )
 
 
 def progress_iter(iterable: Iterable[T], total: int, description: str) -> Iterator[T]:
