@@ -7,37 +7,26 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from caldera.errors import ConfigError
 from caldera.installation import install_command
 from caldera.tracking.loggers import GENERATION_COLUMNS, GENERATIONS, LOGGERS, Generation, LoggedRun
 
-
-@dataclass(frozen=True)
-class Package:
-    """The package of a logger."""
-
-    module: str
-    """Also the name that pip knows it by."""
-    extra: str | None = None
-    """The extra of Caldera's that brings it; None: it is installed by itself."""
-
-    @property
-    def install_command(self) -> str:
-        return install_command(self.extra) if self.extra else f"pip install {self.module}"
+OF_THE_EXTRA = ("wandb", "tensorboard", "trackio")
+"""Loggers whose package the extra `tracking` brings."""
+BY_THEMSELVES = ("mlflow", "swanlab", "clearml")
+"""Those whose package is installed by itself. All have the name of their package."""
 
 
-PACKAGES = {
-    "wandb": Package("wandb", "tracking"),
-    "tensorboard": Package("tensorboard", "tracking"),
-    "trackio": Package("trackio", "tracking"),
-    "mlflow": Package("mlflow"),
-    "swanlab": Package("swanlab"),
-    "clearml": Package("clearml"),
-}
-"""By the logger's name."""
+def require_package(key: str, logger: str) -> None:
+    """Raise unless the package of a logger, which `key` names, is installed."""
+    if logger in (*OF_THE_EXTRA, *BY_THEMSELVES) and find_spec(logger) is None:
+        is_extra = logger in OF_THE_EXTRA
+        command = install_command("tracking") if is_extra else f"pip install {logger}"
+        raise ConfigError(f"{key}={logger!r} needs the package {logger}: {command}")
 
 
 CONNECTED = (

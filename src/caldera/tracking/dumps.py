@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -48,68 +47,28 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-class GenerationDump:
-    """Writes `{folder}/{step}.jsonl`, one object per sample, in a background thread.
-
-    An error of the thread is raised by the next `write` or by `close`.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generation-dump")
-        self._pending: Future[None] | None = None
-
-    def write(
-        self,
-        step: int,
-        inputs: Sequence[str],
-        outputs: Sequence[str],
-        gts: Iterable[Any],
-        scores: Iterable[SupportsFloat],
-        extras: Mapping[str, Iterable[Any]] | None = None,
-    ) -> None:
-        """Dump the samples of one step; an extra never replaces one of the five fixed keys."""
-        fixed = {
-            "input": list(inputs),
-            "output": list(outputs),
-            "gts": list(gts),
-            "score": list(scores),
-            "step": [step] * len(inputs),
-        }
-        # Copies, because the caller goes on with its lists while the thread writes.
-        columns = fixed | {k: list(v) for k, v in (extras or {}).items() if k not in fixed}
-        for name, values in columns.items():
-            if len(values) != len(inputs):
-                raise DataError(
-                    f"generation dump of step {step}: column {name!r} has {len(values)} values "
-                    f"for {len(inputs)} samples"
-                )
-        self._wait()
-        rows = [
-            dict(zip(columns, values, strict=True))
-            for values in zip(*columns.values(), strict=True)
-        ]
-        path = self.folder / f"{step}.jsonl"
-        self._pending = self._writer.submit(write_jsonl_atomic, path, rows)
-
-    def _wait(self) -> None:
-        """Wait for the file under way, normally long written, and raise its error."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def close(self) -> None:
-        """Wait until everything is on disk; raises what went wrong on the way."""
-        try:
-            self._wait()
-        finally:
-            self._writer.shutdown()
-
-    def __enter__(self) -> GenerationDump:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+def dump_generations(
+    folder: Path,
+    step: int,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    gts: Sequence[Any],
+    scores: Sequence[SupportsFloat],
+    extras: Mapping[str, Sequence[Any]] | None = None,
+) -> None:
+    """Write `{folder}/{step}.jsonl`, one object a sample; an extra never replaces a fixed key."""
+    steps = [step] * len(inputs)
+    fixed = {"input": inputs, "output": outputs, "gts": gts, "score": scores, "step": steps}
+    columns = {**fixed, **{k: v for k, v in (extras or {}).items() if k not in fixed}}
+    for name, values in columns.items():
+        if len(values) != len(inputs):
+            raise DataError(
+                f"generation dump of step {step}: column {name!r} has {len(values)} values "
+                f"for {len(inputs)} samples"
+            )
+    rows = zip(*columns.values(), strict=True)
+    path = folder / f"{step}.jsonl"
+    write_jsonl_atomic(path, (dict(zip(columns, row, strict=True)) for row in rows))
 
 
 def select_val_generations(

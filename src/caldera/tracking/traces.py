@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, Protocol
 
-from caldera.errors import ConfigError
 from caldera.registry import Registry
-from caldera.tracking import backends
+from caldera.tracking.backends import require_package
 from caldera.tracking.background import Background, Losses
 
 KEY = "actor_rollout_ref.rollout.trace.backend"
@@ -74,11 +72,7 @@ def check_tracer(name: str | None) -> None:
     if name is None:
         return
     _ = TRACERS[name]  # an unknown one raises, and lists the known ones
-    package = backends.PACKAGES[name]
-    if find_spec(package.module) is None:
-        raise ConfigError(
-            f"{KEY}={name!r} needs the package {package.module}: {package.install_command}"
-        )
+    require_package(KEY, name)
 
 
 class TraceWriter(Background[TraceBackend]):

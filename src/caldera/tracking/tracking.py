@@ -6,12 +6,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from caldera.errors import ConfigError, UnsupportedError
-from caldera.tracking import backends
+from caldera.errors import UnsupportedError
+from caldera.tracking.backends import require_package
 from caldera.tracking.background import BackgroundLogger, PromptLogger
 from caldera.tracking.loggers import ALL, LOGGERS, SHORT, Generation, LoggedRun
 
@@ -37,12 +36,7 @@ def check_loggers(names: Sequence[str]) -> None:
             known = ", ".join(LOGGERS)
             raise UnsupportedError(f"trainer.logger={name!r}: {reason}; takes {known}")
         _ = LOGGERS[name]  # an unknown one raises, and lists the known ones
-        package = backends.PACKAGES.get(name)
-        if package is not None and find_spec(package.module) is None:
-            raise ConfigError(
-                f"trainer.logger={name!r} needs the package {package.module}: "
-                f"{package.install_command}"
-            )
+        require_package("trainer.logger", name)
 
 
 class Tracking:

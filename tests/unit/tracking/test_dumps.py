@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from caldera.errors import DataError
-from caldera.tracking import GenerationDump, select_val_generations, write_jsonl_atomic
+from caldera.tracking import dump_generations, select_val_generations, write_jsonl_atomic
 from caldera.tracking.dumps import read_jsonl
 
 
@@ -39,12 +39,11 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
 
 
 def test_generation_dump_writes_one_object_a_sample(tmp_path: Path) -> None:
-    outputs = ["a", "b"]
-    with GenerationDump(tmp_path / "validation") as dump:
-        extras: dict[str, Any] = {"acc": np.array([1.0, 0.0]), "score": [9, 9], "uid": ["u0", "u1"]}
-        dump.write(20, ["p", "q"], outputs, ["7", None], np.array([1.0, 0.5]), extras)
-        outputs.clear()  # the caller may reuse its lists at once
-        dump.write(40, ["p"], ["c"], [{"target": ["x"]}], [np.float32(0.25)])
+    folder = tmp_path / "validation"
+    extras: dict[str, Any] = {"acc": np.array([1.0, 0.0]), "score": [9, 9], "uid": ["u0", "u1"]}
+    scores: Any = np.array([1.0, 0.5])
+    dump_generations(folder, 20, ["p", "q"], ["a", "b"], ["7", None], scores, extras)
+    dump_generations(folder, 40, ["p"], ["c"], [{"target": ["x"]}], [np.float32(0.25)])
     first = [
         json.loads(line) for line in (tmp_path / "validation/20.jsonl").read_text().splitlines()
     ]
@@ -75,30 +74,20 @@ def test_generation_dump_writes_one_object_a_sample(tmp_path: Path) -> None:
 
 
 def test_generation_dump_refuses_columns_of_other_lengths(tmp_path: Path) -> None:
-    with GenerationDump(tmp_path) as dump:
-        with pytest.raises(DataError, match="step 3: column 'acc' has 1 values for 2 samples"):
-            dump.write(3, ["p", "q"], ["a", "b"], ["", ""], [0.0, 1.0], {"acc": [1.0]})
-        with pytest.raises(DataError, match="'output' has 1 values"):
-            dump.write(3, ["p", "q"], ["a"], ["", ""], [0.0, 1.0])
+    with pytest.raises(DataError, match="step 3: column 'acc' has 1 values for 2 samples"):
+        dump_generations(tmp_path, 3, ["p", "q"], ["a", "b"], ["", ""], [0.0, 1.0], {"acc": [1.0]})
+    with pytest.raises(DataError, match="'output' has 1 values"):
+        dump_generations(tmp_path, 3, ["p", "q"], ["a"], ["", ""], [0.0, 1.0])
     assert not list(tmp_path.iterdir())
 
 
-def test_an_error_of_the_thread_surfaces_once_at_the_next_write(tmp_path: Path) -> None:
-    dump = GenerationDump(tmp_path)
-    dump.write(1, ["p"], ["a"], [object()], [0.0])
+def test_a_dump_that_cannot_be_written_raises(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="type object cannot be written as JSON"):
-        dump.write(2, ["p"], ["a"], ["7"], [0.0])
-    dump.write(3, ["p"], ["a"], ["7"], [0.0])
-    dump.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["3.jsonl"]
-
-
-def test_an_error_of_the_thread_surfaces_at_close(tmp_path: Path) -> None:
+        dump_generations(tmp_path, 1, ["p"], ["a"], [object()], [0.0])
     (tmp_path / "file").touch()
-    dump = GenerationDump(tmp_path / "file")
-    dump.write(1, ["p"], ["a"], ["7"], [0.0])
     with pytest.raises(OSError):
-        dump.close()
+        dump_generations(tmp_path / "file", 1, ["p"], ["a"], ["7"], [0.0])
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_selected_generations_are_those_of_a_seeded_shuffle() -> None:

@@ -366,7 +366,7 @@ def test_a_file_that_cannot_be_opened_stops_nothing(
 
 
 def test_a_logger_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("caldera.tracking.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("caldera.tracking.backends.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"'wandb' needs the package wandb: .*\[tracking\]'$"):
         check_loggers(["console", "wandb"])
 

@@ -228,7 +228,7 @@ def agent_metrics(batch: DataProto) -> Metrics:
     if not facts:
         return {}
     calls = [sum(fact.tool_calls.values()) for fact in facts]
-    metrics = _spread("tool_call_counts", calls)
+    metrics = spread_of("tool_call_counts", calls)
     total: Counter[str] = Counter()
     for fact in facts:
         total.update(fact.tool_calls)
@@ -236,10 +236,10 @@ def agent_metrics(batch: DataProto) -> Metrics:
     for name in SECONDS:
         seconds = [fact.metrics[name] for fact in facts]
         if name != "compute_score" or any(seconds):
-            metrics |= _spread(f"timing_s/agent_loop/{name}", seconds)
+            metrics |= spread_of(f"timing_s/agent_loop/{name}", seconds)
     preempted = [fact.metrics["num_preempted"] for fact in facts]
     if min(preempted) >= 0:
-        metrics |= _spread("timing_s/agent_loop/num_preempted", preempted)
+        metrics |= spread_of("timing_s/agent_loop/num_preempted", preempted)
     tensors = tensors_of(batch)
     metrics |= search_metrics(
         [fact.extra_fields for fact in facts], tensors["response_mask"], tensors["attention_mask"]
@@ -263,7 +263,7 @@ def _slowest(batch: DataProto, facts: Sequence[TrajectoryFacts]) -> Metrics:
     }
 
 
-def _spread(name: str, values: Sequence[float]) -> Metrics:
+def spread_of(name: str, values: Sequence[float]) -> Metrics:
     return {
         f"{name}/min": float(min(values)),
         f"{name}/max": float(max(values)),

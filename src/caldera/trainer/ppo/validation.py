@@ -15,8 +15,8 @@ from caldera.config import PPOTrainerConfig
 from caldera.data import FixedLoader
 from caldera.protocol import DataProto, tensors_of
 from caldera.reward import VALUE, AnswerFormats, RewardManager
-from caldera.tracking import Generation, GenerationDump, select_val_generations
-from caldera.trainer.ppo.agents import DUMPED, facts_in, with_agent_columns
+from caldera.tracking import Generation, dump_generations, select_val_generations
+from caldera.trainer.ppo.agents import DUMPED, facts_in, spread_of, with_agent_columns
 from caldera.trainer.ppo.prompts import stamp_rows
 from caldera.trainer.ppo.rewards import FirstScores, score_responses, takes_part
 
@@ -89,15 +89,6 @@ def name_validation_metrics(metrics: ValidationMetrics) -> dict[str, float]:
     return named
 
 
-def validation_turn_metrics(num_turns: Sequence[int]) -> dict[str, float]:
-    """`val-aux/num_turns/{min,max,mean}` over all validation samples."""
-    return {
-        "val-aux/num_turns/min": float(np.min(num_turns)),
-        "val-aux/num_turns/max": float(np.max(num_turns)),
-        "val-aux/num_turns/mean": float(np.mean(num_turns)),
-    }
-
-
 def _as_numbers(items: Sequence[Any]) -> Floats | None:
     """The items as floats, NaN for None; or None if the variable is not numeric."""
     numeric = (bool, int, float, np.bool_, np.number)
@@ -161,12 +152,7 @@ def _mean_of_present(values: Floats) -> Floats:
 
 def _subset_sizes(count: int) -> list[int]:
     """2, 4, 8, ... below `count`, and `count` itself."""
-    sizes = []
-    size = 2
-    while size < count:
-        sizes.append(size)
-        size *= 2
-    return [*sizes, count]
+    return [*(2**k for k in range(1, (count - 1).bit_length())), count]
 
 
 def _drawn_metrics(values: Floats, draws: Integers, winners: Integers | None) -> dict[str, Floats]:
@@ -282,10 +268,7 @@ class Responses:
     def turns(self) -> dict[str, float]:
         """`val-aux/num_turns/{min,max,mean}` of trajectories."""
         turns = self.of_agents.get("__num_turns__")
-        if not turns:
-            return {}
-        spread = {"min": min(turns), "max": max(turns), "mean": sum(turns) / len(turns)}
-        return {f"val-aux/num_turns/{name}": float(value) for name, value in spread.items()}
+        return spread_of("val-aux/num_turns", turns) if turns else {}
 
     def failures(self) -> dict[str, float]:
         """`val-aux/{source}/reward_failed/count`: responses that could not be scored."""
@@ -380,15 +363,15 @@ class Validator:
     def _keep(self, step: int, responses: Responses) -> None:
         trainer = self._config.trainer
         if trainer.validation_data_dir:
-            with GenerationDump(Path(trainer.validation_data_dir).expanduser()) as dump:
-                dump.write(
-                    step,
-                    responses.inputs,
-                    responses.outputs,
-                    responses.ground_truths,
-                    responses.scores,
-                    {**responses.extras, **responses.of_agents, "uid": responses.uids},
-                )
+            dump_generations(
+                Path(trainer.validation_data_dir).expanduser(),
+                step,
+                responses.inputs,
+                responses.outputs,
+                responses.ground_truths,
+                responses.scores,
+                {**responses.extras, **responses.of_agents, "uid": responses.uids},
+            )
         self._shown = select_val_generations(
             responses.inputs, responses.outputs, responses.scores, trainer.log_val_generations
         )
@@ -416,15 +399,15 @@ def dump_responses(
 ) -> None:
     """Write the responses of a scored batch, with these of its columns."""
     columns = batch.non_tensor_batch
-    with GenerationDump(Path(folder).expanduser()) as dump:
-        dump.write(
-            step,
-            decode_prompts(batch, tokenizer),
-            decode_responses(batch, tokenizer),
-            ground_truths(batch),
-            tensors_of(batch)["token_level_scores"].sum(-1).tolist(),
-            {key: list(columns[key]) for key in [*extra_keys, "uid"]},
-        )
+    dump_generations(
+        Path(folder).expanduser(),
+        step,
+        decode_prompts(batch, tokenizer),
+        decode_responses(batch, tokenizer),
+        ground_truths(batch),
+        tensors_of(batch)["token_level_scores"].sum(-1).tolist(),
+        {key: list(columns[key]) for key in [*extra_keys, "uid"]},
+    )
 
 
 def decode_prompts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -16,7 +16,6 @@ from caldera.protocol import DataProto
 from caldera.reward import OUTCOMES, ROWS
 from caldera.reward.samples import Outcome
 from caldera.rollout import Completion
-from caldera.tracking import traces
 from caldera.tracking.traces import TRACERS, Trace, TracedRun
 from caldera.trainer.ppo.tracing import RolloutTracer, make_tracer
 
@@ -167,6 +166,6 @@ def test_a_missing_package_is_told_before_anything_starts(
     config = PPOTrainerConfig()
     assert make_tracer(config, Letters()) is None  # type: ignore[arg-type]
     config.actor_rollout_ref.rollout.trace.backend = "mlflow"
-    monkeypatch.setattr(traces, "find_spec", lambda name: None)
+    monkeypatch.setattr("caldera.tracking.backends.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"trace\.backend='mlflow' needs .* pip install mlflow"):
         make_tracer(config, Letters())  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ import pytest
 from caldera.trainer.ppo.validation import (
     name_validation_metrics,
     process_validation_metrics,
-    validation_turn_metrics,
 )
 
 
@@ -194,11 +193,3 @@ def test_names_of_the_core_and_of_the_rest() -> None:
 def test_without_acc_the_reward_is_the_core() -> None:
     named = name_validation_metrics({"s": one_prompt(reward=[0.5], score=[0.5])})
     assert named == {"val-core/s/reward/mean@1": 0.5, "val-aux/s/score/mean@1": 0.5}
-
-
-def test_turns() -> None:
-    assert validation_turn_metrics([2, 4, 9]) == {
-        "val-aux/num_turns/min": 2.0,
-        "val-aux/num_turns/max": 9.0,
-        "val-aux/num_turns/mean": 5.0,
-    }
