@@ -1,7 +1,7 @@
 """Checkpoint folders: written aside and renamed, found again, pruned, copied to a store.
 
-A save has two halves. `begin` has everybody write into `.partial_global_step_N`; `complete`, once
-all have written, makes a checkpoint of it. Until then the last one counts.
+All write into `.partial_global_step_N`, which becomes a checkpoint once all have written. Until
+then the last one counts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from caldera.config import RunKeys
@@ -25,6 +26,7 @@ from caldera.storage.writing import flush, write_text_atomic
 from caldera.trainer.checkpoint_manifest import DamagedCheckpointError, verify, write_manifest
 
 if TYPE_CHECKING:
+    from caldera.single_controller import WorkerGroup
     from caldera.trainer.hub import HubPushes
     from caldera.trainer.remote_checkpoints import CheckpointUploads, RemoteCheckpoints
 
@@ -120,7 +122,9 @@ class CheckpointFolder:
         _check_places(config)
         self._config = config
         self.root = Path(config.default_local_dir).expanduser()
-        self.in_flight: int | None = None
+        self.writers: list[WorkerGroup] = []
+        """Groups whose `save_checkpoint` returns before everything is written."""
+        self._in_flight: int | None = None
         """The step of a save that has begun, and is not complete."""
         self._saved: int | None = None
         """The newest step that this process has saved."""
@@ -169,26 +173,39 @@ class CheckpointFolder:
         write: Callable[[Path], None],
         written: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call `write` on a folder that becomes `global_step_{step}` once it is complete.
+        """Call `write` on a folder that becomes `global_step_{step}` once it is complete: at once,
+        or when the `writers` have written, in a later `poll`, `save` or `finish`.
 
-        `written` is called when all is on disk, just before the run would go on from it.
+        `written` is called before the checkpoint is complete: what it does is never lost by a
+        kill, after which the run either goes on from this checkpoint or repeats the step.
         """
-        self.begin(step, write)
-        self.complete(written)
-
-    def begin(self, step: int, write: Callable[[Path], None]) -> None:
-        """Call `write` on a folder; others may go on writing into it after that has returned."""
-        assert self.in_flight is None, "one save at a time"
+        self.finish()
         partial = self._emptied_partial(step)
         with _full_disk_told(partial):
             partial.mkdir(parents=True)
             write(partial)
-        self.in_flight = step
+        if self.writers:
+            self._in_flight = step
+            written()
+        else:
+            self._complete(step, written)
 
-    def complete(self, written: Callable[[], None] = lambda: None) -> None:
-        """Make a checkpoint of what was written since `begin`: all have written."""
-        assert self.in_flight is not None, "no save has begun"
-        step, self.in_flight = self.in_flight, None
+    def poll(self) -> None:
+        """Complete the save in flight if all have written."""
+        if self._in_flight is not None and all(
+            all(writer.checkpoint_written()) for writer in self.writers
+        ):
+            self.finish()  # which does not wait any more, but hears of a write that has failed
+
+    def finish(self) -> None:
+        """Wait until all have written, and complete the save in flight."""
+        step, self._in_flight = self._in_flight, None  # if it fails, it is no checkpoint
+        if step is not None:
+            for writer in self.writers:
+                writer.wait_for_checkpoint()
+            self._complete(step)
+
+    def _complete(self, step: int, written: Callable[[], None] = lambda: None) -> None:
         partial = self._partial(step)
         if not (partial / "actor").is_dir():
             raise CheckpointError(
@@ -206,9 +223,25 @@ class CheckpointFolder:
         if self._uploads is not None:
             self._uploads.add(step)
 
-    def abandon(self) -> None:
-        """Forget the save in flight, which somebody could not write."""
-        self.in_flight = None
+    def __enter__(self) -> CheckpointFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """Complete what can be completed. Somebody who interrupts the run does not wait for it."""
+        if error is None:
+            self.finish()
+        elif isinstance(error, Exception):
+            step = self._in_flight
+            try:
+                self.finish()
+            except (CalderaError, OSError, RuntimeError) as other:
+                # The failure that ends the run is the one to tell: the workers may be gone with it.
+                logger.warning("the checkpoint of step %s was not completed: %s", step, other)
+        else:
+            return
+        self.close()
 
     def metrics(self) -> dict[str, float]:
         """What a save is to be logged with, beside the time that it took."""

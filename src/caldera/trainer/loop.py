@@ -9,16 +9,14 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
 import torch
 
 from caldera.config.sft import EACH_EPOCH
 from caldera.data import Batch, StatefulLoader
-from caldera.errors import CalderaError
 from caldera.registry import Registry
 from caldera.single_controller import WorkerGroup
 from caldera.tracking import Generation, Tracking, TrainingProgress
@@ -27,97 +25,6 @@ from caldera.trainer.metrics import Metrics, marked_timer
 from caldera.trainer.running import RunConfig, check_steps_left, open_run
 
 logger = logging.getLogger(__name__)
-
-
-# ---- When a checkpoint becomes complete: at once, or once all have written it in the background
-
-
-def saving_time_logger(
-    tracking: Tracking, checkpoints: CheckpointFolder, step: int
-) -> Callable[[], None]:
-    """Logs the seconds from now until it is called, as the time that the step's save took."""
-    started = time.perf_counter()
-
-    def log() -> None:
-        seconds = time.perf_counter() - started
-        tracking.log({"timing_s/save_checkpoint": seconds} | checkpoints.metrics(), step)
-
-    return log
-
-
-class CheckpointSaves:
-    """The saves of a run, at most one of them in flight.
-
-    `writers` are groups whose `save_checkpoint` returns before everything is written. Their
-    `checkpoint_written()` says of each rank whether it has written, and `wait_for_checkpoint()`
-    returns when all have. Without such groups a save is complete when it returns.
-    """
-
-    def __init__(self, checkpoints: CheckpointFolder, writers: Sequence[WorkerGroup]) -> None:
-        self._checkpoints = checkpoints
-        self._writers = writers
-
-    def save(
-        self,
-        step: int,
-        write: Callable[[Path], None],
-        written: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Save, once the save before is complete.
-
-        `written` is called before the checkpoint is complete: what it does is never lost by a
-        kill, after which the run either goes on from this checkpoint or repeats the step.
-        """
-        if not self._writers:
-            self._checkpoints.save(step, write, written)
-            return
-        self.finish()
-        self._checkpoints.begin(step, write)
-        written()
-
-    def poll(self) -> None:
-        """Complete the save in flight if all have written."""
-        if self._checkpoints.in_flight is None:
-            return
-        if all(all(writer.checkpoint_written()) for writer in self._writers):
-            self.finish()  # which does not wait any more, but hears of a write that has failed
-
-    def finish(self) -> None:
-        """Wait until all have written, and complete the save in flight."""
-        if self._checkpoints.in_flight is not None:
-            try:
-                for writer in self._writers:
-                    writer.wait_for_checkpoint()
-            except BaseException:  # whatever it was, what was written is no checkpoint
-                self._checkpoints.abandon()
-                raise
-            self._checkpoints.complete()
-
-    def __enter__(self) -> CheckpointSaves:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Complete what can be completed. Somebody who interrupts the run does not wait for it."""
-        if error is None:
-            self.finish()
-        elif isinstance(error, Exception):
-            self._try_to_finish()
-        else:
-            return
-        self._checkpoints.close()
-
-    def _try_to_finish(self) -> None:
-        """The failure that ends the run is the one to tell: the workers may be gone with it."""
-        step = self._checkpoints.in_flight
-        try:
-            self.finish()
-        except (CalderaError, OSError, RuntimeError) as error:
-            logger.warning("the checkpoint of step %s was not completed: %s", step, error)
 
 
 class Stateful(Protocol):
@@ -150,8 +57,6 @@ class TrainingLoop(ABC):
         self.total_steps = total_training_steps(config, train_loader)
         self.models: dict[str, WorkerGroup] = {}
         """The groups that are saved, by their folder in a checkpoint."""
-        self.background_writers: list[WorkerGroup] = []
-        """Those of them that go on writing a checkpoint while the next step runs."""
         self.stateful: dict[str, Stateful] = {}
         """Parts of the controller that a checkpoint keeps, by their name in it."""
         self._shown: dict[str, float] = {}
@@ -187,8 +92,7 @@ class TrainingLoop(ABC):
         check_steps_left(self.config, self.global_steps, self.total_steps)
         tracked = open_run(self.config, self.checkpoints.root, self.global_steps, self.total_steps)
         shown = TrainingProgress(self.total_steps, self.global_steps)
-        saves = CheckpointSaves(self.checkpoints, self.background_writers)
-        with tracked as tracking, shown as progress, saves:
+        with tracked as tracking, shown as progress, self.checkpoints:
             if self.only_validates or (self.validates_first and self.global_steps == 0):
                 self._log(tracking, progress, self.validate())
             rows = self._epochs()
@@ -200,11 +104,10 @@ class TrainingLoop(ABC):
                 metrics["training/global_step"] = self.global_steps
                 metrics["training/epoch"] = (self.global_steps - 1) // len(self.train_loader)
                 self._log(tracking, progress, metrics)
-                saves.poll()
+                self.checkpoints.poll()
                 # After the row: a run that is killed in between repeats the step, row and all.
                 if self._is_due(self.config.trainer.save_freq):
-                    log_time = saving_time_logger(tracking, self.checkpoints, self.global_steps)
-                    saves.save(self.global_steps, self._write_checkpoint, log_time)
+                    self._save(tracking)
 
     def _epochs(self) -> Iterator[Batch]:
         while True:
@@ -233,6 +136,15 @@ class TrainingLoop(ABC):
         return steps > 0 and (last or self.global_steps % steps == 0)
 
     # ------------------------------------------------------------------ checkpoints
+
+    def _save(self, tracking: Tracking) -> None:
+        started = time.perf_counter()
+
+        def log_time() -> None:
+            seconds = {"timing_s/save_checkpoint": time.perf_counter() - started}
+            tracking.log(seconds | self.checkpoints.metrics(), self.global_steps)
+
+        self.checkpoints.save(self.global_steps, self._write_checkpoint, log_time)
 
     def _write_checkpoint(self, folder: Path) -> None:
         for name, group in self.models.items():

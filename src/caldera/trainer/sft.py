@@ -131,7 +131,7 @@ class SupervisedTrainer(TrainingLoop):
             data.balance_dp_token, data.train_batch_size * together, together
         )
         self.models[MODEL_FOLDER] = group
-        self.background_writers += [group] if trainer.checkpoint.async_save else []
+        self.checkpoints.writers += [group] if trainer.checkpoint.async_save else []
         self.group = group
         self.model = group.typed(SupervisedWorker)
 

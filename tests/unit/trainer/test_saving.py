@@ -10,7 +10,6 @@ import pytest
 from caldera.config import TrainerConfig
 from caldera.errors import CheckpointError, RewardError, WorkerError
 from caldera.trainer.checkpoint import TRACKER, CheckpointFolder
-from caldera.trainer.loop import CheckpointSaves
 
 
 class Writer:
@@ -53,7 +52,8 @@ class Run:
         self.checkpoints = CheckpointFolder(TrainerConfig(default_local_dir=str(folder)))
         self.actor, self.critic = Writer(), Writer()
         writers: Any = [self.actor, self.critic]
-        self.saves = CheckpointSaves(self.checkpoints, writers)
+        self.checkpoints.writers += writers
+        self.saves = self.checkpoints
 
     def save(self, step: int) -> None:
         self.saves.save(step, self._write)
@@ -162,7 +162,8 @@ def test_an_interrupt_is_not_kept_waiting(run: Run) -> None:
 
 def test_without_background_writers_a_save_is_complete_when_it_returns(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    saves = CheckpointSaves(run.checkpoints, [])
+    saves = run.checkpoints
+    saves.writers.clear()
     with saves:
         for step in (3, 4):
             saves.save(step, lambda folder: (folder / "actor").mkdir())

@@ -175,7 +175,7 @@ class PPOTrainer(TrainingLoop):
         if folder:
             self.models[folder] = group
         if saves_in_background:
-            self.background_writers.append(group)
+            self.checkpoints.writers.append(group)
         return group
 
     def shutdown(self) -> None:
