@@ -7,7 +7,7 @@ tensor and array is the row.
 
 from __future__ import annotations
 
-from caldera.protocol.dataproto import DataProto
+from caldera.protocol.dataproto import DataProto, DataProtoItem
 from caldera.protocol.functions import (
     all_gather_data_proto,
     collate_fn,
@@ -23,7 +23,6 @@ from caldera.protocol.merging import (
     union_numpy_dict,
     union_tensor_dict,
 )
-from caldera.protocol.rows import DataProtoItem
 from caldera.protocol.serialization import (
     DataProtoConfig,
     deserialize_single_tensor,

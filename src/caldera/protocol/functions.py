@@ -13,9 +13,8 @@ from tensordict import TensorDict
 
 from caldera.errors import ProtocolError
 from caldera.protocol import merging
-from caldera.protocol.dataproto import DataProto
+from caldera.protocol.dataproto import DataProto, DataProtoItem
 from caldera.protocol.inputs import Column, common_leading_shape, entries, object_column
-from caldera.protocol.rows import DataProtoItem
 
 
 def tensors_of(data: DataProto) -> TensorDict:
