@@ -44,10 +44,11 @@ class DataProtoFuture:
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
         """Futures of the chunks that `DataProto.chunk` would give; nothing is resolved."""
-        return [
-            replace(self, dispatch_fn=partial(_take_chunk, self.dispatch_fn, chunks, index))
-            for index in range(chunks)
-        ]
+        return [self.then(partial(_chunk_of, chunks, index)) for index in range(chunks)]
+
+    def then(self, function: Callable[[DataProto], DataProto]) -> DataProtoFuture:
+        """The future of what the function makes of it."""
+        return replace(self, dispatch_fn=partial(_in_turn, self.dispatch_fn, function))
 
     def get(self) -> DataProto:
         """Wait for the futures and return the DataProto that they make."""
@@ -59,11 +60,16 @@ class DataProtoFuture:
         return data if self.dispatch_fn is None else self.dispatch_fn(data)
 
 
-def _take_chunk(
-    before: Callable[[DataProto], DataProto] | None, chunks: int, index: int, data: DataProto
+def _chunk_of(chunks: int, index: int, data: DataProto) -> DataProto:
+    return data.chunk(chunks)[index]
+
+
+def _in_turn(
+    first: Callable[[DataProto], DataProto] | None,
+    second: Callable[[DataProto], DataProto],
+    data: DataProto,
 ) -> DataProto:
-    whole = data if before is None else before(data)
-    return whole.chunk(chunks)[index]
+    return second(data if first is None else first(data))
 
 
 # ---- BatchData: one way to cut and join whatever kind of batch a method was given

@@ -9,7 +9,11 @@ from caldera.single_controller.decorator import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from caldera.single_controller.dispatching import Balancing, make_nd_compute_dataproto_dispatch_fn
+from caldera.single_controller.dispatching import (
+    Balancing,
+    Pending,
+    make_nd_compute_dataproto_dispatch_fn,
+)
 from caldera.single_controller.in_process import (
     InProcessWorkerGroup,
     LocalWorkerGroup,
@@ -25,7 +29,7 @@ from caldera.single_controller.resource_pool import (
     split_resource_pool,
 )
 from caldera.single_controller.worker import Worker
-from caldera.single_controller.worker_group import ClassWithInitArgs, Pending, WorkerGroup
+from caldera.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
 __all__ = [
     "Balancing",

@@ -145,15 +145,9 @@ def register(
     a mini-batch.
     """
     _check_mode(dispatch_mode)
-    note = {
-        "dispatch_mode": dispatch_mode,
-        "execute_mode": execute_mode,
-        "blocking": blocking,
-        "materialize_futures": materialize_futures,
-        "needs": None if needs is None else tuple(needs),
-        "balance": balance,
-        "in_mini_batches": in_mini_batches,
-    }
+    wanted = None if needs is None else tuple(needs)
+    modes = (dispatch_mode, execute_mode, blocking, materialize_futures)
+    note = vars(Registration(*modes, wanted, balance, in_mini_batches))
 
     def mark(method: F) -> F:
         marked = _with_materialized_arguments(method) if materialize_futures else method

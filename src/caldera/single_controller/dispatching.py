@@ -18,10 +18,11 @@ are sent too, and as many rows are cut off the end of the result.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from tensordict import TensorDict
@@ -37,29 +38,21 @@ from caldera.protocol import (
 from caldera.protocol.balance import balance_partitions, log_seqlen_unbalance
 from caldera.single_controller.decorator import Arguments, Dispatch, update_dispatch_mode
 
+if TYPE_CHECKING:
+    from caldera.single_controller.worker_group import WorkerGroup as Group
+
 PADDING_KEY = "_padding_size_key_x123d"
 """The keyword with which a dispatch function tells how many rows it appended."""
 
 Dispatched: TypeAlias = tuple[tuple[list[Any], ...], dict[str, Any]]
 
 
-class Group(Protocol):
-    """The part of a group that dispatching needs."""
+class Pending(ABC):
+    """Stands for a rank's result that is still being computed."""
 
-    @property
-    def world_size(self) -> int: ...
-
-    def is_pending(self, result: Any) -> bool:
-        """Whether this only stands for a result that is still being computed."""
-
-    def getter(self, pending: list[Any]) -> list[Any]:
-        """Wait for the results."""
-
-    def dispatch_info(self, mesh_name: str) -> list[int]:
-        """Which part of a batch each rank takes."""
-
-    def collect_info(self, mesh_name: str) -> list[bool]:
-        """Whether each rank's result is wanted."""
+    @abstractmethod
+    def result(self) -> Any:
+        """Wait for the result."""
 
 
 # ---- dispatching
@@ -158,7 +151,7 @@ def collect_rank_zero(group: Group, results: list[Any]) -> Any:
 
 def collect_rows(group: Group, results: list[Any]) -> Any:
     """The rows of all results, or a future of them."""
-    if group.is_pending(results[0]):
+    if isinstance(results[0], Pending):
         return DataProtoFuture.concat(results, getter=group.getter)
     return BatchData.concat(results)
 
@@ -168,17 +161,10 @@ def without_padding(result: Any, pad_size: int) -> Any:
     if not pad_size:
         return result
     if isinstance(result, DataProtoFuture):
-        return replace(result, dispatch_fn=partial(_unpad_after, result.dispatch_fn, pad_size))
+        return result.then(partial(without_padding, pad_size=pad_size))
     if isinstance(result, DataProto) and len(result):
         return unpad_dataproto(result, pad_size)
     return result
-
-
-def _unpad_after(
-    before: Callable[[DataProto], DataProto] | None, pad_size: int, data: DataProto
-) -> DataProto:
-    whole = data if before is None else before(data)
-    return unpad_dataproto(whole, pad_size) if len(whole) else whole
 
 
 # ---- meshes
@@ -292,15 +278,10 @@ class SpreadRows:
     def restore(self, output: Any) -> Any:
         """The output, or the future of one, in the order of the batch; without rows, as it is."""
         if isinstance(output, DataProtoFuture):
-            return replace(output, dispatch_fn=partial(self._restore_after, output.dispatch_fn))
+            return output.then(self.restore)
         if not isinstance(output, DataProto) or not len(output):
             return output
         return unpad_dataproto(output.select_idxs(torch.argsort(self.order)), self.padding)
-
-    def _restore_after(
-        self, before: Callable[[DataProto], DataProto] | None, output: DataProto
-    ) -> Any:
-        return self.restore(output if before is None else before(output))
 
 
 def _lengths(batch: DataProto) -> list[int]:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from caldera.errors import WorkerError
-from caldera.single_controller.worker_group import Pending, WorkerGroup
+from caldera.single_controller.dispatching import Pending
+from caldera.single_controller.worker_group import WorkerGroup
 
 FRAMES_SHOWN = 8
 LOG_LINES_SHOWN = 10

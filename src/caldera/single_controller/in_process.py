@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from caldera.errors import ConfigError, UnsupportedError
 from caldera.single_controller.decorator import ATTRIBUTE, registration_of
+from caldera.single_controller.dispatching import Pending
 from caldera.single_controller.processes import ProcessWorkerGroup
 from caldera.single_controller.resource_pool import ResourcePool
 from caldera.single_controller.worker import Worker, call_method
-from caldera.single_controller.worker_group import ClassWithInitArgs, Pending, WorkerGroup
+from caldera.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
 
 class WorkerDict(Worker):
@@ -126,21 +126,12 @@ class InProcessWorkerGroup(WorkerGroup):
 
 
 def LocalWorkerGroup(
-    resource_pool: ResourcePool,
-    make_worker: Callable[[], Worker],
-    name: str = "",
-    *,
-    device: str = "cpu",
-    timeout_s: float = 600.0,
-    log_dir: str | Path | None = None,
+    resource_pool: ResourcePool, make_worker: Callable[[], Worker], name: str = "", **options: Any
 ) -> WorkerGroup:
     """A group on this machine: in this process if the pool has one rank, else one process a rank.
 
-    Several processes need a `ClassWithInitArgs`, and the rest of the arguments are theirs: see
-    `ProcessWorkerGroup`.
+    Several processes need a `ClassWithInitArgs`; the options are those of `ProcessWorkerGroup`.
     """
     if resource_pool.world_size == 1:
         return InProcessWorkerGroup(resource_pool, make_worker, name)
-    return ProcessWorkerGroup(
-        resource_pool, make_worker, name, device=device, timeout_s=timeout_s, log_dir=log_dir
-    )
+    return ProcessWorkerGroup(resource_pool, make_worker, name, **options)

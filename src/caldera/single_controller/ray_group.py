@@ -20,6 +20,7 @@ import torch
 from caldera.errors import ConfigError, WorkerError
 from caldera.single_controller._ray import ray_module
 from caldera.single_controller.decorator import Arguments
+from caldera.single_controller.dispatching import Pending
 from caldera.single_controller.failure import FailingGroup, RankFailure, WaitingRank, worker_error
 from caldera.single_controller.process_main import START
 from caldera.single_controller.ray_actor import (
@@ -36,7 +37,7 @@ from caldera.single_controller.ray_pool import (
     RayResourcePool,
     places_on_nodes,
 )
-from caldera.single_controller.worker_group import ClassWithInitArgs, Pending
+from caldera.single_controller.worker_group import ClassWithInitArgs
 
 NAMESPACE = "caldera"
 """Where Ray keeps the actors' names, so that any driver of the cluster finds them."""

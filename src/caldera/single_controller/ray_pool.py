@@ -11,9 +11,9 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from caldera.errors import ConfigError
 from caldera.single_controller import resource_pool
@@ -126,7 +126,7 @@ class RayResourcePool(ResourcePool):
         ]
 
     def with_slots(self, slots: Sequence[Slot]) -> SubRayResourcePool:
-        return SubRayResourcePool(self, slots)
+        return SubRayResourcePool(self, {slot: (self, slot) for slot in slots})
 
     def release(self) -> None:
         """Give everything back; what still runs there is ended."""
@@ -212,61 +212,45 @@ class RayResourcePool(ResourcePool):
 
 
 class SubRayResourcePool(RayResourcePool):
-    """Some places of another pool, which holds the reservation."""
+    """Some places of other pools, which hold the reservations."""
 
-    def __init__(self, pool: RayResourcePool, slots: Sequence[Slot]) -> None:
+    def __init__(self, like: RayResourcePool, places: Mapping[Slot, _PlaceOf]) -> None:
         super().__init__(
             None,
-            pool.use_gpu,
-            pool.name_prefix,
-            pool.max_colocate_count,
-            pool.detached,
-            pool.accelerator_type,
+            like.use_gpu,
+            like.name_prefix,
+            like.max_colocate_count,
+            like.detached,
+            like.accelerator_type,
         )
-        self.slots = list(slots)
-        self.pool = pool
+        self.slots = list(places)
+        self.places = places
+
+    @property
+    def holders(self) -> list[RayResourcePool]:
+        return list({id(pool): pool for pool, _ in self.places.values()}.values())
 
     def get_placement_groups(
         self, strategy: str = STRICT_PACK, wait_s: float = WAIT_S
     ) -> list[Any]:
-        return self.pool.get_placement_groups(strategy, wait_s)
+        return [g for pool in self.holders for g in pool.get_placement_groups(strategy, wait_s)]
 
     def bundles(self, strategy: str = STRICT_PACK, wait_s: float = WAIT_S) -> list[Bundle]:
-        of_slot = dict(zip(self.pool.slots, self.pool.bundles(strategy, wait_s), strict=True))
-        return [of_slot[slot] for slot in self.slots]
+        of_pool = {
+            id(pool): dict(zip(pool.slots, pool.bundles(strategy, wait_s), strict=True))
+            for pool in self.holders
+        }
+        return [of_pool[id(pool)][slot] for pool, slot in self.places.values()]
 
     def with_slots(self, slots: Sequence[Slot]) -> SubRayResourcePool:
-        return SubRayResourcePool(self.pool, slots)
+        return SubRayResourcePool(self, {slot: self.places[slot] for slot in slots})
 
     def release(self) -> None:
-        self.pool.release()
-
-
-class _JoinedRayResourcePool(RayResourcePool):
-    """The places of two pools, each of which holds its own reservation."""
-
-    def __init__(self, first: RayResourcePool, second: RayResourcePool) -> None:
-        super().__init__(
-            [*first.store, *second.store],
-            first.use_gpu,
-            first.name_prefix,
-            first.max_colocate_count,
-            first.detached,
-            first.accelerator_type,
-        )
-        self.pools = first, second
-
-    def get_placement_groups(
-        self, strategy: str = STRICT_PACK, wait_s: float = WAIT_S
-    ) -> list[Any]:
-        return [g for pool in self.pools for g in pool.get_placement_groups(strategy, wait_s)]
-
-    def bundles(self, strategy: str = STRICT_PACK, wait_s: float = WAIT_S) -> list[Bundle]:
-        return [b for pool in self.pools for b in pool.bundles(strategy, wait_s)]
-
-    def release(self) -> None:
-        for pool in self.pools:
+        for pool in self.holders:
             pool.release()
+
+
+_PlaceOf: TypeAlias = tuple[RayResourcePool, Slot]
 
 
 def split_resource_pool(
@@ -281,11 +265,13 @@ def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> RayR
     """One pool of the places of both: of parts of one pool, or of two that share nothing."""
     if (first.use_gpu, first.max_colocate_count) != (second.use_gpu, second.max_colocate_count):
         raise ConfigError(f"{first!r} and {second!r} reserve different things: they do not merge")
-    if _holder(first) is not _holder(second):
-        return _JoinedRayResourcePool(first, second)
-    merged = resource_pool.merge_resource_pool(first, second)
-    assert isinstance(merged, SubRayResourcePool)
-    return merged
+    both = [*_places_of(first).values(), *_places_of(second).values()]
+    if len({id(pool) for pool, _ in both}) == 1:
+        plain = ResourcePool().with_slots(first.slots)
+        slots = resource_pool.merge_resource_pool(plain, second).slots
+        return SubRayResourcePool(first, {slot: (both[0][0], slot) for slot in slots})
+    slots = ResourcePool([*first.store, *second.store]).slots
+    return SubRayResourcePool(first, dict(zip(slots, both, strict=True)))
 
 
 def check_room(pools: Sequence[RayResourcePool], driver: dict[str, float]) -> None:
@@ -324,8 +310,10 @@ def _sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     return sums
 
 
-def _holder(pool: RayResourcePool) -> RayResourcePool:
-    return pool.pool if isinstance(pool, SubRayResourcePool) else pool
+def _places_of(pool: RayResourcePool) -> Mapping[Slot, _PlaceOf]:
+    if isinstance(pool, SubRayResourcePool):
+        return pool.places
+    return {slot: (pool, slot) for slot in pool.slots}
 
 
 def _addresses() -> dict[str, str]:

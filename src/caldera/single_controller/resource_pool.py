@@ -111,20 +111,14 @@ def merge_resource_pool(first: ResourcePool, second: ResourcePool) -> ResourcePo
 
 @dataclass
 class ResourcePoolManager:
-    """Pools by name, such as {"global_pool": [8, 8]}, and the pool of each role.
-
-    Different pools are on different devices. `devices_on_nodes` has how many there are; None, as
-    for processes on CPUs, sets no limit.
-    """
+    """Pools by name, such as {"global_pool": [8, 8]}, on different devices, and each role's."""
 
     resource_pool_spec: dict[str, list[int]]
     mapping: dict[Role, str]
-    devices_on_nodes: Sequence[int] | None = None
     resource_pool_dict: dict[str, ResourcePool] = field(default_factory=dict)
 
     def create_resource_pool(self) -> None:
-        """Make the pools; asking for more devices than there are fails at once."""
-        self._check_capacity()
+        """Make the pools."""
         taken: Counter[int] = Counter()
         for name, processes in self.resource_pool_spec.items():
             pool = ResourcePool(processes)
@@ -144,17 +138,3 @@ class ResourcePoolManager:
 
     def get_n_gpus(self) -> int:
         return sum(sum(processes) for processes in self.resource_pool_spec.values())
-
-    def _check_capacity(self) -> None:
-        if self.devices_on_nodes is None:
-            return
-        wanted: Counter[int] = Counter()
-        for processes in self.resource_pool_spec.values():
-            wanted.update(dict(enumerate(processes)))
-        there = dict(enumerate(self.devices_on_nodes))
-        for node, count in sorted(wanted.items()):
-            if count > there.get(node, 0):
-                raise ConfigError(
-                    f"the pools {self.resource_pool_spec} want {count} devices on node {node}, "
-                    f"which has {there.get(node, 0)} (trainer.n_gpus_per_node, trainer.nnodes)"
-                )

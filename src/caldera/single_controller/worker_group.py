@@ -49,14 +49,6 @@ class ClassWithInitArgs:
         return self.cls(*self.args, **self.kwargs)
 
 
-class Pending(ABC):
-    """Stands for a rank's result that is still being computed."""
-
-    @abstractmethod
-    def result(self) -> Any:
-        """Wait for the result."""
-
-
 class WorkerGroup(ABC):
     """Every `@register`ed method of the worker class is a method of the group.
 
@@ -99,10 +91,6 @@ class WorkerGroup(ABC):
     def is_alive(self, rank: int) -> bool:
         """Whether the rank can be called."""
         return True
-
-    def is_pending(self, result: Any) -> bool:
-        """Whether this is of the kind that `_submit` returns."""
-        return isinstance(result, Pending)
 
     def getter(self, pending: list[Any]) -> list[Any]:
         """The function that a DataProtoFuture of this group waits with."""
@@ -278,14 +266,8 @@ class RoleGroup(WorkerGroup):
     def _resolve(self, pending: list[Any]) -> list[Any]:
         return self.whole._resolve(pending)
 
-    def is_pending(self, result: Any) -> bool:
-        return self.whole.is_pending(result)
-
     def is_alive(self, rank: int) -> bool:
         return self.whole.is_alive(rank)
-
-    def getter(self, pending: list[Any]) -> list[Any]:
-        return self.whole.getter(pending)
 
     def shutdown(self) -> None:
         """End the processes, and with them every role in them."""

@@ -59,23 +59,11 @@ def test_pools_by_name_are_on_different_devices() -> None:
     manager = ResourcePoolManager(
         {"global_pool": [2, 2], "reward_pool": [1, 2]},
         {Role.ActorRollout: "global_pool", Role.RewardModel: "reward_pool"},
-        devices_on_nodes=[3, 4],
     )
     manager.create_resource_pool()
     assert manager.get_resource_pool(Role.ActorRollout) == ResourcePool([2, 2])
     assert manager.get_resource_pool(Role.RewardModel).slots == [(0, 2), (1, 2), (1, 3)]
     assert manager.get_n_gpus() == 7
-
-
-@pytest.mark.parametrize(
-    ("there", "text"),
-    [([8, 7], "want 8 devices on node 1, which has 7"), ([8], "on node 1, which has 0")],
-)
-def test_more_than_there_is(there: list[int], text: str) -> None:
-    manager = ResourcePoolManager({"a": [4, 4], "b": [4, 4]}, {}, there)
-    with pytest.raises(ConfigError, match=text):
-        manager.create_resource_pool()
-    assert manager.resource_pool_dict == {}
 
 
 def test_a_role_without_a_pool() -> None:
