@@ -27,6 +27,12 @@ logger = logging.getLogger(__name__)
 
 LANGUAGES = ("python", "python3")
 DEFAULT_RUN_SECONDS = 10.0
+NO_RESULT: dict[str, Any] = {
+    "compile_result": None,
+    "run_result": None,
+    "executor_pod_name": None,
+    "files": {},
+}
 
 
 def request_for(
@@ -152,9 +158,9 @@ def _response(outcome: Outcome) -> dict[str, Any]:
     finished = outcome.status in ("ok", "failed", "out of memory")
     run_status = "Finished" if finished else "Error"
     return {
+        **NO_RESULT,
         "status": "Success" if outcome.ok else "Failed",
         "message": "" if outcome.ok else outcome.status,
-        "compile_result": None,
         "run_result": {
             "status": "TimeLimitExceeded" if outcome.status == "timed out" else run_status,
             "execution_time": outcome.seconds,
@@ -162,21 +168,12 @@ def _response(outcome: Outcome) -> dict[str, Any]:
             "stdout": outcome.stdout,
             "stderr": outcome.stderr,
         },
-        "executor_pod_name": None,
-        "files": {},
     }
 
 
 def sandbox_error(message: str) -> dict[str, Any]:
     """The response where the program could not be run at all."""
-    return {
-        "status": "SandboxError",
-        "message": message,
-        "compile_result": None,
-        "run_result": None,
-        "executor_pod_name": None,
-        "files": {},
-    }
+    return {**NO_RESULT, "status": "SandboxError", "message": message}
 
 
 # ---- A client of Sandbox Fusion, or of `caldera sandbox serve`, which speaks the same protocol

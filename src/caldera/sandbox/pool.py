@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import queue
 import signal
 import socket
 import threading
@@ -13,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, Generic, Self, TypeVar
@@ -42,48 +40,35 @@ class Turns(Generic[T]):
     """Things that one thread at a time may use."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._free: deque[T] = deque()
-        self._waiting: deque[queue.SimpleQueue[T]] = deque()
+        self._waiting: deque[object] = deque()
 
     def take(self, is_abandoned: IsAbandoned | None = None) -> T:
         """Wait for one. Raises Abandoned, and leaves the queue, where nobody wants it any more."""
-        with self._lock:
-            if self._free:
-                return self._free.popleft()
-            mine: queue.SimpleQueue[T] = queue.SimpleQueue()
-            self._waiting.append(mine)
+        me, step = object(), None if is_abandoned is None else SECONDS_BETWEEN_LOOKS
+        with self._changed:
+            self._waiting.append(me)
         try:
-            return _wait(mine, is_abandoned)
-        except BaseException:  # Ctrl-C as well: nothing may be handed to one who has left
-            self._leave(mine)
-            raise
+            while True:
+                with self._changed:
+                    if self._changed.wait_for(lambda: self._free and self._waiting[0] is me, step):
+                        return self._free.popleft()
+                if is_abandoned is not None and is_abandoned():
+                    raise Abandoned(NOBODY_WAITS)
+        finally:
+            with self._changed:
+                self._waiting.remove(me)
+                self._changed.notify_all()
 
     def give(self, thing: T) -> None:
-        with self._lock:
-            if self._waiting:
-                self._waiting.popleft().put(thing)
-            else:
-                self._free.append(thing)
-
-    def _leave(self, mine: queue.SimpleQueue[T]) -> None:
-        with self._lock:
-            if mine in self._waiting:
-                self._waiting.remove(mine)
-                return
-        with suppress(queue.Empty):
-            self.give(mine.get_nowait())  # it was handed one in the meantime
+        with self._changed:
+            self._free.append(thing)
+            self._changed.notify_all()
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
-
-
-def _wait(mine: queue.SimpleQueue[T], is_abandoned: IsAbandoned | None) -> T:
-    while is_abandoned is None or not is_abandoned():
-        with suppress(queue.Empty):
-            return mine.get(timeout=None if is_abandoned is None else SECONDS_BETWEEN_LOOKS)
-    raise Abandoned(NOBODY_WAITS)
 
 
 class Sandbox:
