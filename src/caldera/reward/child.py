@@ -8,6 +8,7 @@ import os
 import pickle
 import queue
 import threading
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -31,13 +32,7 @@ def serve_calls(connection: Connection, function: bytes) -> None:
     loaded = attempt(_load, function)
     connection.send_bytes(READY)
     while True:
-        arguments = calls.get()
-        done = (
-            loaded if loaded.exception() is not None else attempt(_call, loaded.result(), arguments)
-        )
-        answer = (
-            done if done.exception() is not None else attempt(pickle.dumps, (True, done.result()))
-        )
+        answer = attempt(_answer, loaded, calls.get())
         if (error := answer.exception()) is not None:
             told = error if isinstance(error, CalderaError) else RewardError(explain(error))
             connection.send_bytes(pickle.dumps((False, told)))
@@ -63,9 +58,11 @@ def _listen(connection: Connection, calls: queue.SimpleQueue[bytes]) -> None:
         os._exit(0)
 
 
-def _call(function: Any, arguments: bytes) -> Any:
-    returned = function(**pickle.loads(arguments))
-    return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
+def _answer(loaded: Future[Any], arguments: bytes) -> bytes:
+    returned = loaded.result()(**pickle.loads(arguments))
+    if inspect.isawaitable(returned):
+        returned = asyncio.run(_awaited(returned))
+    return pickle.dumps((True, returned))
 
 
 async def _awaited(awaitable: Any) -> Any:

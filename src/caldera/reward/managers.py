@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -17,14 +17,10 @@ import torch
 from caldera.config.fields import shown as shown_value
 from caldera.errors import ConfigError, RewardError, UnknownKeyError, nearest
 from caldera.protocol import DataProto
-from caldera.reward.custom import ScoreFunction
 from caldera.reward.explaining import no_exit, shown
 from caldera.reward.manager import REWARD_MANAGERS, NaiveRewardManager, RewardResult
 from caldera.reward.samples import Outcome, Pending, Sample, failure, finite, read_score
 from caldera.reward.scoring import Scoring, ThreadScoring, attempt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @REWARD_MANAGERS.register("batch")
@@ -107,15 +103,12 @@ class DAPORewardManager(NaiveRewardManager):
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
-        num_examine: int,
-        compute_score: ScoreFunction | None = None,
-        reward_fn_key: str = "data_source",
+        *args: Any,
         max_resp_len: int | None = None,
         overlong_buffer_cfg: Mapping[str, Any] | None = None,
-        **reward_kwargs: Any,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **reward_kwargs)
+        super().__init__(*args, **kwargs)
         self.overlong = _read_penalty(overlong_buffer_cfg, max_resp_len)
 
     def _judge(self, sample: Sample, returned: Any) -> tuple[float, dict[str, Any]]:
@@ -193,15 +186,12 @@ class GDPORewardManager(NaiveRewardManager):
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
-        num_examine: int,
-        compute_score: ScoreFunction | None = None,
-        reward_fn_key: str = "data_source",
+        *args: Any,
         reward_keys: Sequence[str] | None = None,
         reward_weights: Sequence[float] | None = None,
-        **reward_kwargs: Any,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **reward_kwargs)
+        super().__init__(*args, **kwargs)
         if not reward_keys:
             raise ConfigError(
                 "reward_model.reward_manager=gdpo needs algorithm.gdpo_reward_keys=[...]: the "
@@ -278,18 +268,15 @@ class LimitedRewardManager(NaiveRewardManager):
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
-        num_examine: int,
-        compute_score: ScoreFunction | None = None,
-        reward_fn_key: str = "data_source",
+        *args: Any,
         max_concurrent: int = 1,
         max_rpm: float | None = None,
         max_tpm: float | None = None,
         estimated_tokens_per_request: float = 2000,
         timeout: float | None = None,
-        **reward_kwargs: Any,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **reward_kwargs)
+        super().__init__(*args, **kwargs)
         given = {
             "max_concurrent": max_concurrent,
             "max_rpm": max_rpm,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import functools
 import inspect
 import logging
 import queue
@@ -30,6 +29,8 @@ logger = logging.getLogger(__name__)
 SECONDS_FOR_A_SIGN = 1.0  # in which an event loop that is not blocked does what it is asked to
 SLOW_SECONDS, SLOW_TIMES = 0.25, 10
 """A call is slow that takes longer than this, and so many times longer than calls do on average."""
+FUNCTIONS, TIME_LIMITS = "score functions", "time limits of score functions"
+"""Names of event loops."""
 MOST_BESIDE = 1000  # slow calls that others do not wait for: threads cost little while they wait
 
 
@@ -156,7 +157,7 @@ class _Call:
             self._has_left_its_thread = True
             if _is_awaitable(returned):
                 self._awaiting.add(self)
-                self._awaited = _EventLoop.current().run(returned.result())
+                self._awaited = _EventLoop.named(FUNCTIONS).run(returned.result())
         if self._awaited is None:
             self.settle(returned)
         else:
@@ -176,7 +177,7 @@ class _Call:
             if self._awaited is not None:
                 self._awaiting.discard(self)
                 self._awaited.cancel()
-                _EventLoop.current().replace_if_blocked(self.name)
+                _EventLoop.named(FUNCTIONS).replace_if_blocked(self.name)
             return self._is_too_late
 
 
@@ -196,6 +197,11 @@ def _call_in_thread(function: Callable[..., Any], call: _Call) -> Any:
     except (SystemExit, KeyboardInterrupt) as error:
         # The function's own: Ctrl-C raises in the main thread, and no other.
         raise RewardError(explain(error)) from error
+
+
+def _after(seconds: float, function: Callable[..., None], *args: Any) -> None:
+    loop = _EventLoop.named(TIME_LIMITS).loop
+    loop.call_soon_threadsafe(loop.call_later, seconds, function, *args)
 
 
 class ThreadScoring:
@@ -254,9 +260,9 @@ class ThreadScoring:
             call.clock = RunTime()
             # A call that has been answered need not be kept until its time is over.
             if self._timeout is not None:
-                _watch().call_later(self._timeout, self._expire, weakref.ref(call))
+                _after(self._timeout, self._expire, weakref.ref(call))
             if self._most_beside:
-                _watch().call_later(SLOW_SECONDS, self._look, weakref.ref(call))
+                _after(SLOW_SECONDS, self._look, weakref.ref(call))
             returned = attempt(_call_in_thread, self._function, call)
             has_place = self._count(call)
             if not call.leave_thread(returned) or not has_place:
@@ -296,7 +302,7 @@ class ThreadScoring:
             if left <= 0:
                 self._step_aside(call)
         if left > 0:
-            _watch().call_later(left, self._look, reference)
+            _after(left, self._look, reference)
         else:
             self._add_thread()
 
@@ -314,7 +320,7 @@ class ThreadScoring:
         assert call.clock is not None, "it has begun"
         left = self._timeout - call.clock.seconds()
         if left > 0:  # it has waited in a queue
-            _watch().call_later(max(left, SLOW_SECONDS), self._expire, reference)
+            _after(max(left, SLOW_SECONDS), self._expire, reference)
             return
         if not call.expire(self._timeout):
             return
@@ -335,26 +341,26 @@ class _EventLoop:
     """An event loop in a daemon thread.
 
     One serves the score functions of the whole process: a client that a function keeps between
-    calls holds connections that belong to the loop that opened them.
+    calls holds connections that belong to the loop that opened them. Another keeps the time: no
+    function of a user's runs on it.
     """
 
-    _of_functions: _EventLoop | None = None
+    _loops: ClassVar[dict[str, _EventLoop]] = {}
     _lock = threading.Lock()
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         atexit.register(self._stop)
 
     @classmethod
-    def current(cls) -> _EventLoop:
-        """The one of the score functions."""
+    def named(cls, name: str) -> _EventLoop:
         with cls._lock:
-            if cls._of_functions is None:
-                cls._of_functions = cls("score functions")
-            return cls._of_functions
+            if name not in cls._loops:
+                cls._loops[name] = cls(name)
+            return cls._loops[name]
 
     def run(self, awaitable: Awaitable[Any]) -> Future[Any]:
         async def result() -> Any:
@@ -363,20 +369,17 @@ class _EventLoop:
             except (SystemExit, KeyboardInterrupt) as error:  # they would stop the loop
                 raise RewardError(explain(error)) from error
 
-        return asyncio.run_coroutine_threadsafe(result(), self._loop)
+        return asyncio.run_coroutine_threadsafe(result(), self.loop)
 
     def _run(self) -> None:
         with no_exit():  # here, as calls take turns on the loop
             while not self._is_stopping:
-                attempt(self._loop.run_forever)  # a task that a function starts may stop it, too
-
-    def call_later(self, seconds: float, function: Callable[..., None], *args: Any) -> None:
-        self._loop.call_soon_threadsafe(self._loop.call_later, seconds, function, *args)
+                attempt(self.loop.run_forever)  # a task that a function starts may stop it, too
 
     def replace_if_blocked(self, name: str) -> None:
         """Start another loop if this one does not respond: an async function blocks it."""
         answers = threading.Event()
-        self._loop.call_soon_threadsafe(answers.set)
+        self.loop.call_soon_threadsafe(answers.set)
 
         def look() -> None:
             if answers.is_set():
@@ -387,28 +390,14 @@ class _EventLoop:
                 name,
             )
             with _EventLoop._lock:
-                if _EventLoop._of_functions is self:
-                    _EventLoop._of_functions = None
+                if _EventLoop._loops.get(FUNCTIONS) is self:
+                    del _EventLoop._loops[FUNCTIONS]
 
-        _watch().call_later(SECONDS_FOR_A_SIGN, look)
+        _after(SECONDS_FOR_A_SIGN, look)
 
     def _stop(self) -> None:
         self._is_stopping = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(SECONDS_FOR_A_SIGN)
         if not self._thread.is_alive():
-            self._loop.close()
-
-
-_watch_lock = threading.Lock()
-
-
-def _watch() -> _EventLoop:
-    """The loop that keeps the time. No function of a user's runs on it."""
-    with _watch_lock:
-        return _the_watch()
-
-
-@functools.cache
-def _the_watch() -> _EventLoop:
-    return _EventLoop("time limits of score functions")
+            self.loop.close()

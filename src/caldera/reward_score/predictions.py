@@ -22,7 +22,8 @@ def find_extractor(data_source: str) -> Extractor | None:
 
     Two responses that answer the same give the same text; one without an answer gives None.
     """
-    return _EXTRACTORS.get(find_scorer(data_source))
+    reader = _READERS.get(find_scorer(data_source))
+    return None if reader is None else reader.extract
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,7 @@ def find_reader(data_source: str, options: Mapping[str, Any]) -> Reader | None:
         return Reader("answer_line", partial(math_dapo.answer_on_line, is_equation=False))
     if scorer is gsm8k.compute_score and "method" in options:
         return Reader("hashes", partial(gsm8k.extract_answer, method=options["method"]))
-    extract = _EXTRACTORS.get(scorer)
-    return None if extract is None else Reader(_ASKED_FOR[scorer], extract)
+    return _READERS.get(scorer)
 
 
 def _boxed(response: str) -> str | None:
@@ -81,18 +81,10 @@ def _in_answer_tags(response: str) -> str | None:
     return None if answer is None else qa_em.normalise(answer)
 
 
-_EXTRACTORS: dict[Scorer, Extractor] = {
-    gsm8k.compute_score: gsm8k.extract_answer,
-    hendrycks_math.compute_score: _boxed,
-    prime_math.compute_score: _boxed,
-    geo3k.compute_score: _boxed,
-    qa_em.compute_score: _in_answer_tags,
-}
-
-_ASKED_FOR: dict[Scorer, str] = {
-    gsm8k.compute_score: "hashes",
-    hendrycks_math.compute_score: "boxed",
-    prime_math.compute_score: "boxed",
-    geo3k.compute_score: "boxed",
-    qa_em.compute_score: "answer_tags",
+_READERS: dict[Scorer, Reader] = {
+    gsm8k.compute_score: Reader("hashes", gsm8k.extract_answer),
+    hendrycks_math.compute_score: Reader("boxed", _boxed),
+    prime_math.compute_score: Reader("boxed", _boxed),
+    geo3k.compute_score: Reader("boxed", _boxed),
+    qa_em.compute_score: Reader("answer_tags", _in_answer_tags),
 }

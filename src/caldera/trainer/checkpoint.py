@@ -290,7 +290,7 @@ class CheckpointFolder:
             folder = self.root / step_folder(earlier)
             try:
                 if earlier < step:
-                    return _verified(folder)
+                    return verify(folder)
             except DamagedCheckpointError as error:
                 logger.warning("%s", error)
         return None
@@ -299,17 +299,17 @@ class CheckpointFolder:
         if self._config.resume_mode == "disable":
             return None
         if self._config.resume_mode == "resume_path":
-            return _verified(self._given(str(self._config.resume_from_path)))
+            return verify(self._given(str(self._config.resume_from_path)))
         if self._remote is None:
             local = self._local_newest(must_exist=True)
-            return None if local is None else _verified(local)
+            return None if local is None else verify(local)
         there = self._remote_step = self._try_remote(self._remote.newest, "cannot be read")
         local = self._local_newest(must_exist=there is None)
         if there is not None and (local is None or step_of(local) < there):
             return self._downloaded(there, self._remote)
         if local is not None and step_of(local) != there:
             self._missing_there = step_of(local)
-        return None if local is None else _verified(local)
+        return None if local is None else verify(local)
 
     def loaded(self, folder: Path) -> None:
         """Say that a checkpoint has been read, and that the run goes on from it.
@@ -438,11 +438,6 @@ class CheckpointFolder:
             for folder in (self.root / step_folder(step) for step in idle if step != newest):
                 if not any((folder / role).exists() for role in ROLES):
                     shutil.rmtree(folder)
-
-
-def _verified(folder: Path) -> Path:
-    verify(folder)
-    return folder
 
 
 def local_checkpoint(path: str) -> Path:

@@ -45,13 +45,13 @@ def write_manifest(folder: Path) -> None:
     write_text_atomic(folder / MANIFEST, [json.dumps({"files": files}, indent=1)])
 
 
-def verify(folder: Path, role: str | None = None) -> None:
-    """Complain of the first files of a `global_step_N`, or of a role in it, that are damaged."""
+def verify(folder: Path, role: str | None = None) -> Path:
+    """The folder, a `global_step_N`; complain of its first files, or a role's, that are damaged."""
     if not (folder / MANIFEST).is_file():
         logger.warning(
             "%s has no %s: whether its files are damaged cannot be checked", folder, MANIFEST
         )
-        return
+        return folder
     files = _read(folder / MANIFEST)
     wanted = [name for name in files if role is None or name.startswith(f"{role}/")]
     with ThreadPoolExecutor(THREADS) as threads:
@@ -59,6 +59,7 @@ def verify(folder: Path, role: str | None = None) -> None:
         if damage := [told for told in found if told is not None]:
             more = f" (and {len(damage) - 1} more files)" if len(damage) > 1 else ""
             raise DamagedCheckpointError(f"{damage[0]}{more}: the checkpoint is damaged", folder)
+    return folder
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

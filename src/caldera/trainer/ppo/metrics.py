@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from caldera.protocol import DataProto
+from caldera.protocol import DataProto, tensors_of
 from caldera.trainer.ppo.rewards import rows_with_reward
 
 # Phases whose time per token is reported: generation works on response tokens, the rest on all.
@@ -24,13 +24,13 @@ def compute_data_metrics(batch: DataProto, use_critic: bool) -> dict[str, float]
     """
     prompt_length, response_length = _lengths(batch)  # (B,), (B,)
     finished = response_length > 0  # an aborted sample has no response, hence no score of its own
-    max_response_length = _tensor(batch, "responses").shape[-1]
-    max_prompt_length = _tensor(batch, "attention_mask").shape[-1] - max_response_length
+    max_response_length = tensors_of(batch)["responses"].shape[-1]
+    max_prompt_length = tensors_of(batch)["attention_mask"].shape[-1] - max_response_length
 
     metrics: dict[str, float] = {}
     rewarded = finished & rows_with_reward(batch)
-    scores = _tensor(batch, "token_level_scores").sum(-1)[rewarded]
-    rewards = _tensor(batch, "token_level_rewards").sum(-1)[rewarded]
+    scores = tensors_of(batch)["token_level_scores"].sum(-1)[rewarded]
+    rewards = tensors_of(batch)["token_level_rewards"].sum(-1)[rewarded]
     metrics |= _statistics("critic/score", scores)
     metrics |= _statistics("critic/rewards", rewards)
     metrics |= _token_metrics(batch, use_critic)
@@ -64,7 +64,7 @@ def compute_throughput_metrics(
     batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int
 ) -> dict[str, float]:
     """Tokens of the batch (prompts and responses), by second and device over the whole step."""
-    total_tokens = int(_tensor(batch, "attention_mask").sum())
+    total_tokens = int(tensors_of(batch)["attention_mask"].sum())
     seconds = timing_raw["step"]
     return {
         "perf/total_num_tokens": total_tokens,
@@ -94,16 +94,10 @@ def compute_rollout_diff_metrics(
     }
 
 
-def _tensor(batch: DataProto, key: str) -> Tensor:
-    assert batch.batch is not None, "a batch without tensors has nothing to measure"
-    tensor: Tensor = batch.batch[key]
-    return tensor
-
-
 def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
     """Tokens of each prompt and of each response, tool tokens included, padding not: (B,), (B,)."""
-    attention_mask = _tensor(batch, "attention_mask")  # (B, P + R)
-    max_response_length = _tensor(batch, "responses").shape[-1]
+    attention_mask = tensors_of(batch)["attention_mask"]  # (B, P + R)
+    max_response_length = tensors_of(batch)["responses"].shape[-1]
     prompt_length = attention_mask[:, :-max_response_length].sum(-1)
     response_length = attention_mask[:, -max_response_length:].sum(-1)
     return prompt_length, response_length
@@ -111,12 +105,12 @@ def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
 
 def _token_metrics(batch: DataProto, use_critic: bool) -> dict[str, float]:
     """Statistics over the tokens that the model generated."""
-    mask = _tensor(batch, "response_mask").bool()  # (B, R)
-    returns = _tensor(batch, "returns")[mask].float()  # (T,)
-    metrics = _statistics("critic/advantages", _tensor(batch, "advantages")[mask])
+    mask = tensors_of(batch)["response_mask"].bool()  # (B, R)
+    returns = tensors_of(batch)["returns"][mask].float()  # (T,)
+    metrics = _statistics("critic/advantages", tensors_of(batch)["advantages"][mask])
     metrics |= _statistics("critic/returns", returns)
     if use_critic:
-        values = _tensor(batch, "values")[mask].float()  # (T,)
+        values = tensors_of(batch)["values"][mask].float()  # (T,)
         metrics |= _statistics("critic/values", values)
         # The small number keeps returns that are all equal from dividing by zero.
         unexplained = _variance(returns - values) / (_variance(returns) + 1e-5)
