@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +13,7 @@ from tensordict import TensorDict
 from caldera.errors import ProtocolError
 from caldera.protocol import merging
 from caldera.protocol.dataproto import DataProto, DataProtoItem
-from caldera.protocol.inputs import Column, common_leading_shape, entries, object_column
+from caldera.protocol.inputs import common_leading_shape, entries, object_column
 
 
 def tensors_of(data: DataProto) -> TensorDict:
@@ -85,32 +84,22 @@ def all_gather_data_proto(data: DataProto, group: dist.ProcessGroup | None = Non
 
     Ranks may have different numbers of rows. Every rank keeps its own meta_info.
     """
-    tensors = entries(data.batch)
-    own = _Part(len(data), data.non_tensor_batch, _layout(data.batch))
+    own = DataProto(data.batch, data.non_tensor_batch)
+    _layout(data.batch)  # which refuses what is no tensor, before any rank waits for it
     parts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, own, group=group)
     for rank, part in enumerate(parts):
-        if part.layout != parts[0].layout:
+        if (found := _layout(part.batch)) != (first := _layout(parts[0].batch)):
             raise ProtocolError(
-                f"all_gather_data_proto: the batch of rank {rank} holds {part.layout}, "
-                f"that of rank 0 {parts[0].layout}"
+                f"all_gather_data_proto: the batch of rank {rank} holds {found}, "
+                f"that of rank 0 {first}"
             )
-    columns = merging.concat_numpy_dicts([part.columns for part in parts], "all_gather_data_proto")
-    rows = [part.rows for part in parts]
+    whole = DataProto.concat(parts)
     if data.batch is not None:
-        # Sorted, because collectives must come in the same order on all ranks.
-        gathered = {key: _gather_rows(tensors[key], rows, group) for key in sorted(tensors)}
-        data.batch = TensorDict(gathered, batch_size=[sum(rows)])
-    data.non_tensor_batch = columns
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The metadata that other ranks need before tensors can be gathered."""
-
-    rows: int
-    columns: dict[str, Column]
-    layout: dict[str, str] | None
+        devices = {key: tensor.device for key, tensor in entries(data.batch).items()}
+        tensors = {key: t.to(devices[key]) for key, t in entries(whole.batch).items()}
+        data.batch = TensorDict(tensors, batch_size=[len(whole)])
+    data.non_tensor_batch = whole.non_tensor_batch
 
 
 def _layout(batch: TensorDict | None) -> dict[str, str] | None:
@@ -123,23 +112,6 @@ def _layout(batch: TensorDict | None) -> dict[str, str] | None:
                 f"all_gather_data_proto: batch[{key!r}] is a {type(value).__name__}, not a tensor"
             )
     return {key: f"{t.dtype} {tuple(t.shape[1:])}" for key, t in entries(batch).items()}
-
-
-def _gather_rows(
-    tensor: torch.Tensor, rows: Sequence[int], group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """The rows of all ranks; `rows` has the number of each rank."""
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    # As bytes, since not every back end knows every dtype, and of one length on all ranks.
-    padded = tensor.new_zeros((max(rows), *tensor.shape[1:]), device=device)
-    padded[: len(tensor)] = tensor
-    if padded.numel() == 0:
-        return tensor.new_empty((sum(rows), *tensor.shape[1:]))
-    raw = padded.view(-1).view(torch.uint8)
-    received = [torch.empty_like(raw) for _ in rows]
-    dist.all_gather(received, raw, group=group)
-    whole = [part.view(tensor.dtype).view(padded.shape) for part in received]
-    return torch.cat([p[:count] for p, count in zip(whole, rows, strict=True)]).to(tensor.device)
 
 
 def _with_leading_shape(data: DataProto, leading: tuple[int, ...], folded_dims: int) -> DataProto:

@@ -15,9 +15,8 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -60,12 +59,8 @@ def is_controller() -> bool:
     return launched_ranks() == 1 or os.environ["RANK"] == "0"
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """The settings that rank 0 sends the others before they meet."""
-
-    device: str
-    timeout_s: float
+_Settings: TypeAlias = tuple[str, float]
+"""What rank 0 tells the others before they meet: the device, and how long a collective may take."""
 
 
 class TorchrunWorkerGroup(FailingGroup):
@@ -82,7 +77,7 @@ class TorchrunWorkerGroup(FailingGroup):
         super().__init__(make_worker.cls, launched_ranks(), name)
         self.timeout_s = timeout_s
         signal.signal(signal.SIGTERM, _end_soon)
-        self._control = _meet(_Settings(device, timeout_s))
+        self._control = _meet((device, timeout_s))
         self._outcomes: queue.SimpleQueue[tuple[int, bool, Any]] = queue.SimpleQueue()
         self._outstanding: list[deque[OwedResult]] = [deque() for _ in range(self.world_size)]
         self._own_calls: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
@@ -236,17 +231,16 @@ def _meet(settings: _Settings | None) -> Any:
     """Join all ranks, as rank 0 tells; returns the group for calls and results."""
     meeting = dist.rendezvous("env://", timeout=FOREVER)  # type: ignore[attr-defined]
     store, rank, ranks = next(meeting)
-    if settings is None:
-        store.wait([SETTINGS], FOREVER)  # rank 0 may have to read data first
-        settings = pickle.loads(store.get(SETTINGS))
-    else:
+    if settings is not None:
         store.set(SETTINGS, pickle.dumps(settings))
+    store.wait([SETTINGS], FOREVER)  # rank 0 may have to read data first
+    device, timeout_s = pickle.loads(store.get(SETTINGS))
     if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == str(ranks):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other machine has to get through
-    if settings.device.startswith("cuda"):
+    if device.startswith("cuda"):
         _see_own_gpu()
     own = dist.PrefixStore("caldera/ranks", store)  # type: ignore[attr-defined]
-    join_ranks(own, rank, ranks, settings.device, settings.timeout_s)
+    join_ranks(own, rank, ranks, device, timeout_s)
     return dist.new_group(backend="gloo", timeout=FOREVER)
 
 
@@ -258,14 +252,10 @@ def _see_own_gpu() -> None:
 
 
 def _send(control: Any, rank: int, message: Any) -> None:
-    payload = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-    dist.send(torch.tensor([len(payload)]), rank, control)
-    dist.send(payload, rank, control)
+    dist.send_object_list([message], rank, control)
 
 
 def _receive(control: Any, rank: int) -> Any:
-    size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, rank, control)
-    payload = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(payload, rank, control)
-    return pickle.loads(payload.numpy().tobytes())
+    messages: list[Any] = [None]
+    dist.recv_object_list(messages, rank, control)
+    return messages[0]

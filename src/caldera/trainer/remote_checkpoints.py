@@ -193,8 +193,6 @@ class CheckpointUploads:
         self._root = root
         self._changed = threading.Condition()  # guards what follows
         self._pending: set[int] = set()
-        self._put_off: set[int] = set()
-        """Those of the pending ones that wait for the next save."""
         self._uploading: int | None = None
         self._thread: threading.Thread | None = None
 
@@ -202,7 +200,6 @@ class CheckpointUploads:
         """Upload this one, and then those that failed before."""
         with self._changed:
             self._pending.add(step)
-            self._put_off.clear()
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._work, name="checkpoint-upload", daemon=True
@@ -235,8 +232,8 @@ class CheckpointUploads:
 
     def _work(self) -> None:
         try:
-            while (step := self._next()) is not None:
-                self._upload(step)
+            while (step := self._next()) is not None and self._upload(step):
+                pass  # after a failure, the others would fail as well: they wait for the next save
         finally:
             with self._changed:
                 self._end()
@@ -244,7 +241,7 @@ class CheckpointUploads:
     def _next(self) -> int | None:
         with self._changed:
             self._pending = {s for s in self._pending if (self._root / step_folder(s)).is_dir()}
-            self._uploading = max(self._pending - self._put_off, default=None)
+            self._uploading = max(self._pending, default=None)
             if self._uploading is None:
                 self._end()  # at once, so that `add` starts another thread
             return self._uploading
@@ -254,13 +251,11 @@ class CheckpointUploads:
             self._uploading = self._thread = None
             self._changed.notify_all()
 
-    def _upload(self, step: int) -> None:
+    def _upload(self, step: int) -> bool:
         try:
             self._remote.upload(self._root / step_folder(step))
         except OSError as error:
-            with self._changed:
-                self._put_off |= self._pending  # the others would fail as well
-                self.failed += 1
+            self.failed += 1
             logger.warning(
                 "%s could not be uploaded to %s: %s; the next save tries again (%d failed so far)",
                 step_folder(step),
@@ -268,6 +263,7 @@ class CheckpointUploads:
                 reason_of(error),
                 self.failed,
             )
-            return
+            return False
         with self._changed:
             self._pending.discard(step)
+        return True

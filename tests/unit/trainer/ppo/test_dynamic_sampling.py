@@ -9,7 +9,7 @@ import torch
 from caldera.config import PPOTrainerConfig
 from caldera.errors import ConfigError, DataError
 from caldera.protocol import DataProto
-from caldera.trainer.ppo.dynamic_sampling import GroupFilter, informative_rows
+from caldera.trainer.sources import GroupFilter, informative_rows
 
 NO_FAILURES = {"reward/failed": 0.0, "reward/timed_out": 0.0, "reward/failure_rate": 0.0}
 
