@@ -17,99 +17,25 @@ SECRET = re.compile(
     re.I,
 )
 """In names of secrets, whatever stands around it."""
-WORDS = frozenset(
-    {
-        "auth",
-        "bearer",
-        "cookie",
-        "cookies",
-        "cred",
-        "creds",
-        "csrf",
-        "dsn",
-        "hmac",
-        "jwt",
-        "mnemonic",
-        "oauth",
-        "otp",
-        "pat",
-        "passcode",
-        "passkey",
-        "passphrase",
-        "pw",
-        "pwd",
-        "sas",
-        "signature",
-        "tok",
-        "totp",
-        "webhook",
-    }
+WORD_OF_A_SECRET = re.compile(
+    r"(^|_)("
+    r"auth|bearer|cookie|cookies|cred|creds|csrf|dsn|hmac|jwt|mnemonic|oauth|otp|passcode"
+    r"|passkey|passphrase|pat|pw|pwd|sas|signature|tok|totp|webhook"
+    r")(_|$)"
 )
-"""Whole words in names of secrets: an `author` is none."""
-OWNERS = frozenset(
-    {
-        "admin",
-        "anthropic",
-        "auth",
-        "aws",
-        "azure",
-        "bing",
-        "cert",
-        "certificate",
-        "cipher",
-        "claude",
-        "clearml",
-        "client",
-        "cohere",
-        "comet",
-        "dashscope",
-        "deepseek",
-        "deploy",
-        "encryption",
-        "endpoint",
-        "fireworks",
-        "gcp",
-        "gemini",
-        "google",
-        "grader",
-        "groq",
-        "hf",
-        "hmac",
-        "hub",
-        "huggingface",
-        "judge",
-        "kms",
-        "license",
-        "llm",
-        "master",
-        "mistral",
-        "openai",
-        "openrouter",
-        "replicate",
-        "root",
-        "serper",
-        "server",
-        "service",
-        "session",
-        "sign",
-        "signing",
-        "ssh",
-        "ssl",
-        "storage",
-        "subscription",
-        "swanlab",
-        "tavily",
-        "tls",
-        "together",
-        "verifier",
-        "wandb",
-        "xai",
-    }
+"""Whole words in names of secrets, whose words are joined by _: an `author` is none."""
+KEY_OF_AN_OWNER = re.compile(
+    r"(^|_)("
+    r"admin|anthropic|auth|aws|azure|bing|cert|certificate|cipher|claude|clearml|client"
+    r"|cohere|comet|dashscope|deepseek|deploy|encryption|endpoint|fireworks|gcp|gemini"
+    r"|google|grader|groq|hf|hmac|hub|huggingface|judge|kms|license|llm|master|mistral"
+    r"|openai|openrouter|replicate|root|serper|server|service|session|sign|signing|ssh|ssl"
+    r"|storage|subscription|swanlab|tavily|tls|together|verifier|wandb|xai"
+    r")_?keys?$"
 )
-"""The word before `key` in names of secrets: a `judge_prompt_key` is the name of a column."""
+"""Ends of names of secrets: a `judge_prompt_key` is the name of a column."""
 RANDOM = re.compile(r"(?=(?:\D*\d){4})[\w+/=-]{20,}")
 """What a value looks like that makes any `..._key` a secret."""
-GLUED = re.compile(r"(.+)keys?")
 PASS = re.compile(r"(^|[a-z0-9]*[_-]|user|pg|db)(pass|pw)$", re.I)
 SPECIAL = re.compile(r"</?[^<>\s]{1,40}>|\[[A-Z_]{1,40}\]")
 """Special tokens of tokenizers, which are no secret tokens."""
@@ -248,14 +174,12 @@ def _names_a_secret(name: str, value: Any) -> bool:
 
 def _is_secret_name(name: str, text: str) -> bool:
     """Whatever the value, unless it is a count or `key` alone tells nothing."""
-    words = [word.lower() for word in WORD.findall(name)]
-    glued = GLUED.fullmatch(words[-1]) if words else None
-    owner = {glued[1]} if glued else set(words[-2:-1])  # `openaikey` is an `openai_key`
-    is_key = (glued is not None or words[-1:] in (["key"], ["keys"])) and (
-        bool(OWNERS & owner) or RANDOM.fullmatch(text) is not None
+    words = "_".join(WORD.findall(name)).lower()  # `openaiKey` is an `openai_key`
+    is_key = KEY_OF_AN_OWNER.search(words) or (
+        words.endswith(("key", "keys")) and RANDOM.fullmatch(text)
     )
-    is_pass = PASS.search(name) is not None and not COUNT.fullmatch(text)
-    return bool(SECRET.search(name)) or bool(WORDS & set(words)) or is_key or is_pass
+    is_pass = PASS.search(name) and not COUNT.fullmatch(text)
+    return bool(SECRET.search(name) or WORD_OF_A_SECRET.search(words) or is_key or is_pass)
 
 
 def _is_option(text: str) -> bool:
