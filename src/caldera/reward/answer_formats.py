@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,30 +23,35 @@ class FormatCounts:
     """How many responses of a data source hold an answer, and how it is written."""
 
     reader: Reader
-    responses: int
-    parsed: int
-    """In so many does the scorer find an answer."""
-    written: Mapping[str, int]
-    """So many are in each of `FORMATS`."""
-    instead: Mapping[str, int]
-    """The same of those in which the scorer finds none, without the format that it asks for."""
+    found: Sequence[tuple[bool, Collection[str]]]
+    """Of each response: whether the scorer finds an answer, and the `FORMATS` that are in it."""
+
+    @property
+    def parsed(self) -> int:
+        """In so many does the scorer find an answer."""
+        return sum(is_parsed for is_parsed, _ in self.found)
 
     def shares(self) -> dict[str, float]:
         """`parsed`, and `format_...` of every format."""
         counts = {"parsed": self.parsed}
-        counts |= {f"format_{name}": count for name, count in self.written.items()}
-        return {name: count / self.responses for name, count in counts.items()}
+        for name in FORMATS:
+            counts[f"format_{name}"] = sum(name in written for _, written in self.found)
+        return {name: count / len(self.found) for name, count in counts.items()}
 
     def warning(self, data_source: str) -> str | None:
         """What to do where more responses are in another format than in the one that is read."""
-        other = max(self.instead, key=lambda name: self.instead[name])
-        count = self.instead[other]
-        if count <= self.parsed or count < MANY * self.responses:
+        unread = [written for is_parsed, written in self.found if not is_parsed]
+        others = [name for name in FORMATS if name != self.reader.format]
+        count, other = max(
+            ((sum(name in written for written in unread), name) for name in others),
+            key=lambda counted: counted[0],
+        )
+        if count <= self.parsed or count < MANY * len(self.found):
             return None
         wanted, found = FORMATS[self.reader.format], FORMATS[other]
         source = f"set data_source={found.read_by!r} in the data, or " if found.read_by else ""
         return (
-            f"{data_source}: its scorer finds an answer in {self.parsed} of {self.responses} "
+            f"{data_source}: its scorer finds an answer in {self.parsed} of {len(self.found)} "
             f"responses; {count} have `{found.example}`, which it does not read. Ask for "
             f"`{wanted.example}` in the prompts, {source}give a custom function "
             "(custom_reward_function.path)"
@@ -85,7 +90,7 @@ class AnswerFormats:
         options = self._options
         readers = {} if options is None else {s: find_reader(s, options) for s in by_source}
         return {
-            source: _counts(reader, by_source[source])
+            source: FormatCounts(reader, [_found(reader, text) for text in by_source[source]])
             for source, reader in readers.items()
             if reader is not None
         }
@@ -98,20 +103,6 @@ class AnswerFormats:
                 logger.warning("%s", said)
 
 
-def _counts(reader: Reader, responses: Sequence[str]) -> FormatCounts:
-    is_parsed = [reader.extract(response) is not None for response in responses]
-    found = {
-        name: [each.pattern.search(response) is not None for response in responses]
-        for name, each in FORMATS.items()
-    }
-    return FormatCounts(
-        reader=reader,
-        responses=len(responses),
-        parsed=sum(is_parsed),
-        written={name: sum(there) for name, there in found.items()},
-        instead={
-            name: sum(one and not parsed for one, parsed in zip(there, is_parsed, strict=True))
-            for name, there in found.items()
-            if name != reader.format
-        },
-    )
+def _found(reader: Reader, response: str) -> tuple[bool, Collection[str]]:
+    written = [name for name, each in FORMATS.items() if each.pattern.search(response)]
+    return reader.extract(response) is not None, written

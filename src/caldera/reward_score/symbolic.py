@@ -27,10 +27,9 @@ def equal(answer: str, reference: str, cpu_seconds: float = CPU_SECONDS) -> bool
     """
     require_math_verify()
     with _lock:
-        server = _servers.get(os.getpid())
-        if server is None:
-            server = _servers[os.getpid()] = Server()
-        return server.equal(answer, reference, cpu_seconds)
+        if not _servers:
+            _servers.append(Server())
+        return _servers[0].equal(answer, reference, cpu_seconds)
 
 
 @functools.cache
@@ -69,7 +68,7 @@ class Server:
         assert self.process.stdout is not None, "it was opened as a pipe"
         line = self.process.stdout.readline()
         if not line:
-            _servers.pop(os.getpid(), None)  # so that the next call starts another
+            _servers.clear()  # so that the next call starts another
             self.process.communicate()
             raise RewardError(
                 "the process that runs math-verify ended with status "
@@ -83,15 +82,16 @@ class Server:
             self.process.communicate()
 
 
-# By the process that started it: one that was forked off must not read its parent's answers.
-_servers: dict[int, Server] = {}
+_servers: list[Server] = []  # one, or none yet
 _lock = threading.Lock()
 
 
-def _renew_lock() -> None:
-    """In a forked process, where a thread that held the lock no longer exists to release it."""
+def _begin_anew() -> None:
+    """In a forked process, which must not read its parent's answers, and where a thread that held
+    the lock no longer exists to release it."""
     global _lock
     _lock = threading.Lock()
+    _servers.clear()
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+os.register_at_fork(after_in_child=_begin_anew)

@@ -31,7 +31,9 @@ class StepProfiler:
     def recorded(self, step: int, groups: Mapping[str, WorkerGroup]) -> Iterator[None]:
         """The block is this step; consecutive steps may be one recording."""
         if step in self._steps and not self._records:
-            self._start(step, groups)
+            self._records = True
+            for group in groups.values():
+                group.start_profile(f"step_{step}", self._config.global_tool_config.torch_memory)
         try:
             yield
         except BaseException:
@@ -39,17 +41,6 @@ class StepProfiler:
             raise
         is_last = not (self._config.profile_continuous_steps and step + 1 in self._steps)
         if self._records and is_last:
-            self.stop(groups)
-
-    def stop(self, groups: Mapping[str, WorkerGroup]) -> None:
-        """End a recording that is under way."""
-        if self._records:
             self._records = False
             for group in groups.values():
                 group.stop_profile()
-
-    def _start(self, step: int, groups: Mapping[str, WorkerGroup]) -> None:
-        self._records = True
-        memory = self._config.global_tool_config.torch_memory
-        for group in groups.values():
-            group.start_profile(f"step_{step}", memory)

@@ -64,12 +64,12 @@ class ResponseHooks:
             hook.finish()
 
 
-class BatchHooks:
+class BatchHooks(ExitStack):
     """All hooks of one batch, in their order."""
 
     def __init__(self, hooks: Sequence[BatchHook]) -> None:
+        super().__init__()
         self._hooks = hooks
-        self._entered = ExitStack()
 
     @property
     def on_finished(self) -> OnFinished | None:
@@ -82,11 +82,8 @@ class BatchHooks:
 
     def __enter__(self) -> Self:
         for hook in self._hooks:
-            self._entered.enter_context(hook)
+            self.enter_context(hook)
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._entered.close()
 
     def join(self, responses: DataProto) -> DataProto:
         for hook in self._hooks:
