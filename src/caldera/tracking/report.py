@@ -6,11 +6,12 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from html import escape
 from importlib.resources import files
 from pathlib import Path
-from string import Template
-from typing import Any
+from typing import Any, NamedTuple
+
+from jinja2 import Environment
+from markupsafe import Markup
 
 from caldera.errors import DataError
 from caldera.storage.writing import write_text_atomic
@@ -210,55 +211,68 @@ def write_report(run_dir: Path, out: Path, title: str, validation_dir: Path | No
     """Build the report from `metrics.jsonl`, `config.yaml` and the validation dumps of a run."""
     metrics = read_metrics(run_dir / "metrics.jsonl")
     answers = read_validation_answers(validation_dir or run_dir / "validation")
-    template = files("caldera.tracking").joinpath("report_template.html").read_text("utf-8")
-    page = Template(template).substitute(
+    config = run_dir / "config.yaml"
+    figures, missing = _curves(metrics)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.globals["seconds"] = _seconds
+    page = environment.from_string(_resource("report_template.html")).render(
         style=page_style(),
-        title=escape(title),
-        headline=_headline(metrics),
-        curves=_curves(metrics),
-        answers=_answers(answers),
-        timings=_timings(phase_times(metrics)),
-        config=_config(run_dir / "config.yaml"),
+        title=title,
+        cards=_cards(metrics),
+        figures=figures,
+        missing=missing,
+        answers=answers,
+        changes=[] if answers is None else [pair.score_change for pair in answers.pairs],
+        shown=[] if answers is None else _most_changed(answers.pairs),
+        timings=phase_times(metrics),
+        config=config.read_text(encoding="utf-8") if config.is_file() else None,
     )
-    write_text_atomic(out, [page])
+    write_text_atomic(out, [page, "\n"])
 
 
 def page_style() -> str:
     """The style sheet of every page that Caldera writes."""
-    return files("caldera.tracking").joinpath("page.css").read_text("utf-8")
+    return _resource("page.css")
 
 
-def _note(sentence: str) -> str:
-    return f'<p class="note">{escape(sentence)}</p>'
+def _resource(name: str) -> str:
+    return files("caldera.tracking").joinpath(name).read_text("utf-8")
 
 
-def _headline(metrics: RunMetrics) -> str:
+class Card(NamedTuple):
+    """A number at the top of the page."""
+
+    label: str
+    value: str
+    note: str
+    kind: str = "card"
+
+
+def _cards(metrics: RunMetrics) -> list[Card]:
     keys = validation_keys(metrics)
     cards = [_validation_card(source, key, metrics) for source, key in keys.items()]
     if not keys:
-        cards.append(_card("Validation", "none", "no validation was logged"))
+        cards.append(Card("Validation", "none", "no validation was logged"))
     if len(keys) > 1:  # several data sources take a separate row
-        cards.append('<div class="break"></div>')
+        cards.append(Card("", "", "", "break"))
     seconds = metrics.values("timing_s/step")
     tokens = metrics.values("perf/total_num_tokens")
     throughput = metrics.values("perf/throughput")
     last_step = max(metrics.rows, default=0)
-    cards.append(
-        _card("Training steps", f"{last_step:,}", f"{len(metrics.rows):,} rows of metrics")
-    )
+    cards.append(Card("Training steps", f"{last_step:,}", f"{len(metrics.rows):,} rows of metrics"))
     if seconds:
         per_step = f"{_seconds(sum(seconds) / len(seconds))} a step"
-        cards.append(_card("Training time", _duration(sum(seconds)), per_step))
+        cards.append(Card("Training time", _duration(sum(seconds)), per_step))
     if seconds and tokens and sum(seconds) > 0:
         speed = f"{sum(tokens) / sum(seconds):,.0f}"
-        cards.append(_card("Tokens per second", speed, "prompts and responses, all devices"))
+        cards.append(Card("Tokens per second", speed, "prompts and responses, all devices"))
     elif throughput:
         speed = f"{sum(throughput) / len(throughput):,.0f}"
-        cards.append(_card("Tokens per second", speed, "on each device"))
-    return "\n".join(cards)
+        cards.append(Card("Tokens per second", speed, "on each device"))
+    return cards
 
 
-def _validation_card(source: str, key: str, metrics: RunMetrics) -> str:
+def _validation_card(source: str, key: str, metrics: RunMetrics) -> Card:
     points = metrics.points(key)
     (first_step, first), (last_step, last) = points[0], points[-1]
     change = last - first
@@ -269,20 +283,14 @@ def _validation_card(source: str, key: str, metrics: RunMetrics) -> str:
         label, shown = "reward", (f"{first:.3g}", f"{last:.3g}")
         gain = f"{change:+.3g}"
     if len(points) == 1:
-        return _card(f"Validation {label}", shown[0], f"{source}, step {first_step:.0f} only")
+        return Card(f"Validation {label}", shown[0], f"{source}, step {first_step:.0f} only")
     steps = f"{source}, steps {first_step:.0f} to {last_step:.0f}"
-    return _card(f"Validation {label}", " → ".join(shown), f"{gain} · {steps}", wide=True)
+    return Card(f"Validation {label}", " → ".join(shown), f"{gain} · {steps}", "card wide")
 
 
-def _card(label: str, value: str, note: str, *, wide: bool = False) -> str:
-    return (
-        f'<div class="card{" wide" if wide else ""}"><p class="label">{escape(label)}</p>'
-        f'<p class="value">{escape(value)}</p><p class="detail">{escape(note)}</p></div>'
-    )
-
-
-def _curves(metrics: RunMetrics) -> str:
-    figures: list[str] = []
+def _curves(metrics: RunMetrics) -> tuple[list[Markup], list[str]]:
+    """(charts, metrics that were not logged)."""
+    figures: list[Markup] = []
     missing: list[str] = []
     if keys := validation_keys(metrics):
         series = [Series(key, metrics.points(key)) for key in keys.values()]
@@ -299,42 +307,13 @@ def _curves(metrics: RunMetrics) -> str:
             figures.append(_figure([Series(key, points)], title, unit))
         elif (key, title, unit) in CURVES:
             missing.append(key)
-    if missing:
-        figures.append(_note(f"Not logged by this run: {', '.join(missing)}."))
-    return "\n".join(figures)
+    return figures, missing
 
 
 def _figure(
     series: list[Series], title: str, unit: str, y_range: tuple[float, float] | None = None
-) -> str:
-    chart = svg_curve(series, title, "step", unit, width=480, height=280, y_range=y_range)
-    return f"<figure>{chart}</figure>"
-
-
-def _answers(answers: ValidationAnswers | None) -> str:
-    if answers is None:
-        return _note(
-            "This run kept no validation responses. Set trainer.validation_data_dir to keep them."
-        )
-    if answers.first_step == answers.last_step:
-        return _note(
-            f"Only the validation of step {answers.first_step} was kept; before and after need two."
-        )
-    if not answers.pairs:
-        return _note(
-            f"The validations of steps {answers.first_step} and {answers.last_step} "
-            "have no prompt in common."
-        )
-    better = sum(pair.score_change > 0 for pair in answers.pairs)
-    worse = sum(pair.score_change < 0 for pair in answers.pairs)
-    same = len(answers.pairs) - better - worse
-    shown = _most_changed(answers.pairs)
-    summary = (
-        f"Of {len(answers.pairs):,} responses, {better:,} scored higher at step "
-        f"{answers.last_step} than at step {answers.first_step}, {worse:,} lower and {same:,} the "
-        f"same. Shown: {len(shown):,} prompts, beginning with those whose score changed."
-    )
-    return "\n".join([_note(summary), *(_pair(pair, answers) for pair in shown)])
+) -> Markup:
+    return Markup(svg_curve(series, title, "step", unit, width=480, height=280, y_range=y_range))
 
 
 def _most_changed(pairs: Iterable[AnswerPair]) -> list[AnswerPair]:
@@ -343,54 +322,6 @@ def _most_changed(pairs: Iterable[AnswerPair]) -> list[AnswerPair]:
     for pair in sorted(pairs, key=lambda pair: pair.rank):
         one_each.setdefault(pair.prompt, pair)
     return list(one_each.values())[:SHOWN_ANSWERS]
-
-
-def _pair(pair: AnswerPair, answers: ValidationAnswers) -> str:
-    truth = f'<p class="truth">Expected <code>{escape(pair.truth)}</code></p>' if pair.truth else ""
-    return (
-        f'<article class="sample"><pre class="prompt">{escape(pair.prompt.strip())}</pre>{truth}'
-        f'<div class="pair">{_answer(f"Before, step {answers.first_step}", pair.before)}'
-        f"{_answer(f'After, step {answers.last_step}', pair.after)}</div></article>"
-    )
-
-
-def _answer(heading: str, answer: Answer) -> str:
-    sign = {True: "✓ ", False: "✗ ", None: ""}[answer.correct]
-    kind = {True: "good", False: "bad", None: "unknown"}[answer.correct]
-    score = "no score" if answer.score is None else f"{answer.score:.4g}"
-    text = escape(answer.text.strip()) or "<em>empty response</em>"
-    return (
-        f'<div class="answer {kind}"><p class="who">{escape(heading)}'
-        f'<span class="mark">{sign}{score}</span></p><pre>{text}</pre></div>'
-    )
-
-
-def _timings(times: list[PhaseTime]) -> str:
-    if not times:
-        return _note("This run logged no timing_s/step, so its phases cannot be compared.")
-    bars = "".join(
-        f'<span class="phase {time.name}" style="width:{time.share:.3%}" '
-        f'title="{escape(time.description)}: {time.share:.1%}"></span>'
-        for time in times
-    )
-    rows = "".join(
-        f'<tr><td><span class="swatch phase {time.name}"></span>{escape(time.description)} '
-        f"<code>{escape(time.name)}</code></td><td>{time.count:,}</td>"
-        f"<td>{_seconds(time.mean_seconds)}</td><td>{time.share:.1%}</td></tr>"
-        for time in times
-    )
-    return (
-        f'<div class="stack">{bars}</div><div class="scroll"><table><thead><tr><th>Phase</th>'
-        "<th>Steps</th><th>Mean</th><th>Share</th></tr></thead>"
-        f"<tbody>{rows}</tbody></table></div>"
-    )
-
-
-def _config(path: Path) -> str:
-    if not path.is_file():
-        return _note("This run left no config.yaml beside its metrics.")
-    text = escape(path.read_text(encoding="utf-8"))
-    return f"<details><summary>Resolved configuration</summary><pre>{text}</pre></details>"
 
 
 def _seconds(seconds: float) -> str:
