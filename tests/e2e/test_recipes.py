@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from tests.conftest import Lab
 
 EXAMPLES = REPOSITORY / "examples"
+RECIPES = sorted(path.parent for path in EXAMPLES.glob("*/README.md"))
+NO_RECIPES = {"cluster", "curriculum"}
+"""Examples that train nothing, or nothing that has a number to expect."""
+SECTIONS = ("Run", "What it shows", "Expected", "Hardware")
 QUESTIONS = [
     {
         "question": f"Ann has {a} pens and buys 3.",
@@ -32,28 +38,42 @@ QUESTIONS = [
 ]
 
 
-def untrained_model(folder: Path) -> Path:
-    """A model of two layers whose tokenizer reads any text, with the template of SmolLM2."""
-    tokenizer = real("smollm2")
+def raw_gsm8k(folder: Path) -> Path:
+    """A folder with few questions, in the files of GSM8K."""
+    raw = folder / "raw"
+    raw.mkdir()
+    for split in ("train", "test"):
+        (raw / f"{split}.jsonl").write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS))
+    return raw
+
+
+def untrained_model(folder: Path, template: str = "smollm2") -> Path:
+    """A model of two layers whose tokenizer reads any text, with the chat template of a family."""
+    tokenizer = real(template)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=1024,
+            num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=4096,
             tie_word_embeddings=True, bos_token_id=tokenizer.eos_token_id, **ids,
         )
     ).save_pretrained(folder)  # fmt: skip
     return folder
 
 
+@pytest.mark.parametrize("folder", RECIPES, ids=lambda folder: folder.name)
+def test_a_recipe_is_listed_and_says_what_to_expect(folder: Path) -> None:
+    listed = (REPOSITORY / "docs/recipes.md").read_text()
+    assert f"(../examples/{folder.name}/README.md)" in listed
+    if folder.name not in NO_RECIPES:
+        titles = re.findall(r"^## (.+)$", (folder / "README.md").read_text(), re.MULTILINE)
+        assert [title for title in titles if title in SECTIONS] == list(SECTIONS)
+
+
 def test_gsm8k(lab: Lab, tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
-    for split in ("train", "test"):
-        (raw / f"{split}.jsonl").write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS))
-    out = tmp_path / "out"
+    raw, out = raw_gsm8k(tmp_path), tmp_path / "out"
     small = [
         "data.train_batch_size=4", "data.max_prompt_length=512", "data.max_response_length=8",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=2",
@@ -64,6 +84,11 @@ def test_gsm8k(lab: Lab, tmp_path: Path) -> None:
         OUT=str(out), MODEL=str(untrained_model(tmp_path / "model")), SEED="3", SFT_EPOCHS="1",
         SFT_KEYS="data.train_batch_size=4",
     )  # fmt: skip
+    bash(
+        lab, tmp_path, f"bash {EXAMPLES}/gsm8k_lora/run_smollm2.sh", *small,
+        f"trainer.default_local_dir={tmp_path / 'lora'}", OUT=str(out), SEED="3", **variables,
+    )  # fmt: skip
+    assert "lora_rank: 64" in (tmp_path / "lora/config.yaml").read_text()
     bash(
         lab, tmp_path, f"bash {EXAMPLES}/gsm8k_grpo/run_qwen.sh", *small, **variables,
         OUT=str(tmp_path / "qwen"), MODEL=str(tmp_path / "model"),
@@ -117,6 +142,73 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+def test_sft_then_rl(lab: Lab, tmp_path: Path) -> None:
+    bash(
+        lab, tmp_path, f"bash {EXAMPLES}/sft_then_rl/run.sh", "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8", OUT=str(tmp_path), SFT_STEPS="2",
+        STEPS="1",
+    )  # fmt: skip
+    sft, grpo = (lab.metrics(tmp_path / f"{stage}-seed1") for stage in ("sft", "grpo"))
+    assert sft[-1]["val/loss"] < sft[0]["train/loss"]
+    assert grpo[-1]["step"] == 1 and "actor/pg_loss" in grpo[-1]
+
+
+def test_a_reward_model_and_ppo(lab: Lab, tmp_path: Path) -> None:
+    bash(
+        lab, tmp_path, f"bash {EXAMPLES}/reward_model_ppo/run.sh", "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8", "critic.ppo_mini_batch_size=8",
+        OUT=str(tmp_path), MODEL=str(lab.model), RM_STEPS="2", STEPS="1",
+    )  # fmt: skip
+    last = lab.metrics(tmp_path / "ppo-seed1")[-1]
+    assert last["critic/score/max"] > last["critic/score/min"]
+    assert "critic/vf_loss" in last and last["actor/kl_loss"] >= 0
+    assert "val-core/caldera/arithmetic/acc/mean@1" in last
+    rm = lab.metrics(tmp_path / "rm-seed1")[-1]
+    assert 0 <= rm["val/accuracy"] <= 1
+
+
+def test_retool(lab: Lab, tmp_path: Path) -> None:
+    load(EXAMPLES / "retool/tiny_task.py").main(tmp_path / "task", lessons=60)
+    small = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=2"]
+    bash(
+        lab, tmp_path, f"bash {EXAMPLES}/retool/run_cpu.sh", *small, OUT=str(tmp_path), STEPS="1",
+    )  # fmt: skip
+    last = lab.metrics(tmp_path / "seed1")[-1]
+    assert last["tool_calls/code_interpreter/ok"] > 0
+
+    variables = {"RAW": str(raw_gsm8k(tmp_path)), "LIMIT": "8", "OUT": str(tmp_path / "gpu")}
+    bash(
+        lab, tmp_path, f"bash {EXAMPLES}/retool/run_gpu.sh", *small, "data.max_response_length=8",
+        "data.max_prompt_length=2048",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.val_before_train=False",
+        MODEL=str(untrained_model(tmp_path / "model", "qwen2.5")), STEPS="1", **variables,
+    )  # fmt: skip
+    assert "num_turns/mean" in lab.metrics(tmp_path / "gpu/seed1")[-1]
+
+
+def test_search_r1(lab: Lab, tmp_path: Path) -> None:
+    load(EXAMPLES / "search_r1/tiny_task.py").main(tmp_path / "cpu/task", lessons=60)
+    variables = {"PORT": str(free_port()), "STEPS": "1"}
+    bash(
+        lab, tmp_path, f"bash {EXAMPLES}/search_r1/run_cpu.sh", "actor_rollout_ref.rollout.n=2",
+        OUT=str(tmp_path / "cpu"), **variables,
+    )  # fmt: skip
+    assert lab.metrics(tmp_path / "cpu/seed1")[-1]["env/number_of_valid_search"] > 0
+
+    raw, model = tmp_path / "raw", untrained_model(tmp_path / "model")
+    raw.mkdir()
+    rows = [{"source": "nq", "question": f"Who is {n}?", "answers": [str(n)]} for n in range(40)]
+    (raw / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bash(
+        lab, tmp_path, f"bash {EXAMPLES}/search_r1/run_gpu.sh", "actor_rollout_ref.rollout.n=2",
+        "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "data.max_response_length=8", "data.max_obs_length=8", "trainer.val_before_train=False",
+        OUT=str(tmp_path / "gpu"), RAW=str(raw), MODEL=str(model),
+        CORPUS=str(tmp_path / "cpu/task/corpus.jsonl"), **variables,
+    )  # fmt: skip
+    assert "env/finish_ratio" in lab.metrics(tmp_path / "gpu/seed1")[-1]
+
+
 SEARCH_R1 = """\
 PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
   data.train_files=$DATA/train.parquet data.val_files=$DATA/test.parquet \\
@@ -167,6 +259,12 @@ def test_search_r1s_own_command(lab: Lab, tmp_path: Path) -> None:
     told = metrics(done)
     assert told["env/number_of_valid_search"] > 0
     assert 0 < told["state_tokens/coverage"] < 1
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 @contextmanager

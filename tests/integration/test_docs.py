@@ -49,7 +49,10 @@ TEXTS = [
     *sorted((REPOSITORY / "docs/adr").glob("*.md")),
     *(REPOSITORY / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "THIRD_PARTY.md")),
 ]
-EXAMPLES = sorted((REPOSITORY / "examples").glob("*/*.yaml"))
+EXAMPLES = sorted(
+    set((REPOSITORY / "examples").glob("*/*.yaml"))
+    - {*(REPOSITORY / "examples").glob("*/tools.yaml")}
+)
 PORT = "8765"
 """Of the server that pages start; on this machine somebody may have it."""
 REASONS = {

@@ -161,24 +161,19 @@ def states_of(batch: DataProto) -> list[str | None]:
 
 
 def component_metrics(batch: DataProto, config: PPOTrainerConfig) -> Metrics:
-    """`gdpo/{key}/{mean,std,max,min}` of each reward that GDPO keeps apart, and `reward/...` of
-    `reward.log_keys`."""
+    """`gdpo/{key}/{mean,std,max,min}` of each reward that GDPO keeps apart."""
     metrics: Metrics = {}
-    kept = rows_with_reward(batch).numpy()
-    shown = [("gdpo", key) for key in _components(config)]
-    shown += [("reward", key) for key in config.reward.log_keys]
-    for group, key in shown:
+    kept = rows_with_reward(batch)
+    for key in _components(config):
         column = batch.non_tensor_batch.get(key)
-        rows = [] if column is None else column[kept]
-        numbers = [float(value) for value in rows if isinstance(value, int | float)]
-        if not numbers:
+        if column is None or not kept.any():
             continue
-        values = torch.tensor(numbers).double()
+        values = torch.tensor([float(value) for value in column[kept.numpy()]]).double()
         metrics |= {
-            f"{group}/{key}/mean": float(values.mean()),
-            f"{group}/{key}/std": float(values.std()) if len(values) > 1 else 0.0,
-            f"{group}/{key}/max": float(values.max()),
-            f"{group}/{key}/min": float(values.min()),
+            f"gdpo/{key}/mean": float(values.mean()),
+            f"gdpo/{key}/std": float(values.std()) if len(values) > 1 else 0.0,
+            f"gdpo/{key}/max": float(values.max()),
+            f"gdpo/{key}/min": float(values.min()),
         }
     return metrics
 
