@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from caldera.api import Run, dpo, evaluate, generate, grpo, ppo, sft
+    from caldera.errors import StopTraining
     from caldera.protocol import DataProto
+    from caldera.tools import function_tool as tool
 
-__all__ = ["DataProto", "__version__"]
+__all__ = [
+    "DataProto",
+    "Run",
+    "StopTraining",
+    "__version__",
+    "dpo",
+    "evaluate",
+    "generate",
+    "grpo",
+    "ppo",
+    "sft",
+    "tool",
+]
 
 __version__ = "0.1.0"
 
@@ -18,10 +34,24 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def __getattr__(name: str) -> Any:
-    """DataProto brings torch along, for which `caldera train --help` need not wait."""
-    if name != "DataProto":
-        raise AttributeError(f"module 'caldera' has no attribute {name!r}")
-    from caldera.protocol import DataProto
+_HOMES = {
+    "DataProto": ("caldera.protocol", "DataProto"),
+    "StopTraining": ("caldera.errors", "StopTraining"),
+    "tool": ("caldera.tools", "function_tool"),
+    **{
+        name: ("caldera.api", name)
+        for name in ("Run", "dpo", "evaluate", "generate", "grpo", "ppo", "sft")
+    },
+}
+"""Where the public names are: they bring torch along, for which `caldera --help` need not wait."""
 
-    return DataProto
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'caldera' has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

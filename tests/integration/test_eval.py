@@ -70,6 +70,9 @@ def test_a_file_is_scored_by_its_data_sources(evaluate: Evaluate, answers: Path)
     assert measures["maj@4"]["value"] == pytest.approx((4 * 1 + 4 * 0.25) / 8)
     assert found[DAPO]["measures"]["maj@4"]["value"] == 1  # three of four agree, and score 1
     assert found[DAPO]["measures"]["mean@4"]["value"] == pytest.approx(0.5)  # -1 for the fourth
+    assert measures["parsed"]["value"] == pytest.approx(0.75)  # all but "no idea"
+    assert measures["parsed"]["low"] == measures["parsed"]["high"] == pytest.approx(0.75)
+    assert found[DAPO]["measures"]["parsed"]["value"] == 1
     assert f"'test_score/{GSM8K}': 0.375" in done.stdout
     assert "pass@4" in done.stdout and "8 prompts, 32 responses" in done.stdout
     page = (answers.parent / "out.evaluation.html").read_text()

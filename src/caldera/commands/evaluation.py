@@ -11,20 +11,28 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from statistics import mean
 from string import Template
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from caldera.commands.statistics import Comparison, Estimate, PromptScores, compare, measures
+from caldera.commands.statistics import (
+    Comparison,
+    Estimate,
+    PromptScores,
+    compare,
+    estimate,
+    measures,
+)
 from caldera.config.offline import EvaluationConfig, EvaluationDataConfig
 from caldera.data.files import Row, read_rows
 from caldera.errors import ConfigError, DataError
-from caldera.reward.answer_formats import AnswerFormats
+from caldera.reward.answer_formats import PRED, AnswerFormats, has_answer
 from caldera.reward.samples import VALUE, Outcome, failure, outcome_of, read_score
 from caldera.reward.scoring import Scoring, attempt
-from caldera.reward_score.predictions import find_extractor
+from caldera.reward_score.predictions import find_extractor, find_reader
 from caldera.storage.writing import write_text_atomic
 from caldera.tracking import TrainingProgress
 from caldera.tracking.progress import CONSOLE
@@ -339,7 +347,7 @@ def _result(
         prompts=len(questions),
         answers=len(outcomes),
         failed=sum(outcome.state != VALUE for outcome in outcomes),
-        measures=measures(prompts),
+        measures=measures(prompts) | _parsed(questions, config),
         comparison=None
         if others is None
         else compare(
@@ -347,6 +355,26 @@ def _result(
             [_mean_score(others[question.row]) for question in questions],
         ),
     )
+
+
+def _parsed(questions: Sequence[Question], config: EvaluationConfig) -> dict[str, Estimate]:
+    """The share of the responses in which the scorer finds an answer, where it tells."""
+    by_source = config.custom_reward_function.path is None
+    reader = find_reader(questions[0].data_source, {}) if by_source else None
+    outcomes = [outcome for question in questions for outcome in question.outcomes]
+    if reader is not None:
+        shares = [
+            mean(float(reader.extract(answer) is not None) for answer in question.answers)
+            for question in questions
+        ]
+    elif any(PRED in outcome.extras for outcome in outcomes):
+        shares = [
+            mean(float(has_answer(outcome.extras.get(PRED))) for outcome in question.outcomes)
+            for question in questions
+        ]
+    else:
+        return {}
+    return {"parsed": estimate(shares)}
 
 
 def _mean_score(question: Question) -> float:

@@ -13,6 +13,7 @@ from caldera.config.fields import (
     ConfigGroup,
     as_list,
     default_of,
+    listed,
     mapping,
     nested,
     option,
@@ -252,6 +253,9 @@ class RewardConfig(ConfigGroup):
         II("reward_model.num_workers"), minimum=1, unit="threads or processes"
     )
     """Score functions that run at once in a process; null: 1 thread, or 1 process a CPU core."""
+    log_keys: list[str] = listed()
+    """Numbers that the score function returns beside the score, whose mean, std, max and min are
+    metrics of each step, `reward/KEY/mean` and so on."""
 
 
 # ---- Checks

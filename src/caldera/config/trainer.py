@@ -28,6 +28,10 @@ class RunKeys(ConfigGroup):
     console_metrics: Any = None
     """Metrics on the console's line of a step: `short` (about ten), `all`, or patterns such as
     [short,critic/*]; null: short where another logger keeps the rest, else all."""
+    callbacks: Any = listed()
+    """Functions that are called after each step as `callback(step, metrics)`, each as
+    path/to/file.py:function or pkg://my.module:function; one that raises caldera.StopTraining ends
+    the run."""
     nnodes: int = option(1, minimum=1, unit="nodes")
     """Machines of the run; more than one needs Ray."""
     n_gpus_per_node: int | None = option(None, minimum=1, unit="devices")

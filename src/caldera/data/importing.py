@@ -5,17 +5,22 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import pickle
 import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+import cloudpickle
+
 from caldera.errors import ConfigError, nearest
 from caldera.registry import Registry
 from caldera.storage import local_path
+from caldera.storage.writing import written_aside
 
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 _CALDERA = Path(__file__).parents[1]
@@ -41,8 +46,8 @@ _OURS = re.compile(r"^verl\.(?:experimental\.)?")
 def load_object(path: str, name: str | None, key: str) -> Any:
     """The object `name` of a Python file or module.
 
-    `path` is `/x/y.py`, the URL of such a file, or `pkg://a.b.c`; `key` is the configuration node
-    that holds the path and the name, such as `data.custom_cls`.
+    `path` is `/x/y.py`, the URL of such a file, `pkg://a.b.c`, or a file of `write_objects`; `key`
+    is the configuration node that holds the path and the name, such as `data.custom_cls`.
     """
     module = load_module(path, key)
     defined = _defined_names(module)
@@ -53,6 +58,18 @@ def load_object(path: str, name: str | None, key: str) -> Any:
         hint = f" (did you mean {guess!r}?)" if guess else ""
         raise ConfigError(f"{key}: {path} has no {name!r}{hint}; it defines {_listed(defined)}")
     return getattr(module, name)
+
+
+def named_function(named: str, key: str) -> Callable[..., Any]:
+    """The function `path:name`."""
+    path, _, name = str(named).rpartition(":")
+    if not path:
+        raise ConfigError(f"{key}={named!r}: takes path/to/file.py:function or pkg://a.b:function")
+    function: Any = load_object(path, name, key)
+    if not callable(function):
+        raise ConfigError(f"{key}={named!r}: is no function")
+    found: Callable[..., Any] = function
+    return found
 
 
 def load_class(dotted: str, base: type[T], key: str) -> type[T]:
@@ -83,7 +100,56 @@ def load_module(path: str, key: str) -> ModuleType:
     """The module of such a path. Whatever goes wrong in it is a mistake of the user's."""
     if path.startswith("pkg://"):
         return _import_package(path.removeprefix("pkg://"), key)
-    return _import_file(Path(local_path(path, key)).expanduser(), key)
+    file = Path(local_path(path, key)).expanduser()
+    return _read_objects(file, key) if file.suffix == OBJECTS_SUFFIX else _import_file(file, key)
+
+
+# ---- Python objects as a file, which a configuration can name: `run/objects.pkl:reward`
+
+OBJECTS_SUFFIX = ".pkl"
+_objects_here: dict[Path, ModuleType] = {}
+"""The objects of this process, by the file that it wrote: they keep their identity here."""
+
+
+def write_objects(path: Path, objects: Mapping[str, Any]) -> None:
+    """Write the objects, by name, so that a configuration can name them as `{path}:{name}`.
+
+    This process finds the objects themselves there, other processes copies.
+    """
+    for name, value in objects.items():
+        try:
+            cloudpickle.dumps(value)
+        except (pickle.PicklingError, TypeError, RuntimeError) as error:
+            raise ConfigError(
+                f"{name}={value!r} cannot be sent to other processes: {error}; it must not hold "
+                "open files, locks, or connections, which it can open when it is first called"
+            ) from error
+    with written_aside(path) as aside:
+        aside.write_bytes(cloudpickle.dumps(dict(objects)))
+    _objects_here[path.resolve()] = _module_of(path, objects)
+
+
+def _read_objects(path: Path, key: str) -> ModuleType:
+    resolved = path.resolve()
+    if resolved not in _objects_here:
+        if not path.is_file():
+            raise ConfigError(f"{key}: {path} does not exist")
+        try:
+            objects = cloudpickle.loads(path.read_bytes())
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise _failed_import(str(path), key, error) from error
+        if not isinstance(objects, dict):
+            raise ConfigError(f"{key}: {path} holds no objects by name")
+        _objects_here[resolved] = _module_of(path, objects)
+    return _objects_here[resolved]
+
+
+def _module_of(path: Path, objects: Mapping[str, Any]) -> ModuleType:
+    module = ModuleType(path.stem)
+    vars(module).update(objects)
+    return module
 
 
 def _import_package(dotted: str, key: str) -> ModuleType:

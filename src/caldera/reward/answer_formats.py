@@ -10,9 +10,19 @@ from typing import Any
 
 from caldera.reward.default import scores_by_source
 from caldera.reward.manager import RewardManager, is_built_in
+from caldera.reward_score.math_dapo import NO_ANSWER
 from caldera.reward_score.predictions import FORMATS, Reader, find_reader
 
 logger = logging.getLogger(__name__)
+
+PRED = "pred"
+"""What a scorer calls the answer that it has found in a response."""
+
+
+def has_answer(pred: object) -> bool:
+    """Whether a scorer has found an answer, by what it returned as `pred`."""
+    return pred not in (None, "", NO_ANSWER)
+
 
 MANY = 0.25
 """Share of the responses from which on another format is worth a warning."""

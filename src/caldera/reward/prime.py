@@ -17,12 +17,15 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import cloudpickle
+
 from caldera.errors import ConfigError, RewardError
 from caldera.reward.child import serve_calls
 from caldera.reward.custom import CustomScore
 from caldera.reward.explaining import in_words
 from caldera.reward.manager import REWARD_MANAGERS, NaiveRewardManager
 from caldera.reward.scoring import CallTimeout, Scoring, ThreadScoring, attempt
+from caldera.single_controller.transport import start_without_main
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +70,7 @@ class ProcessScoring:
     def __init__(
         self, function: Callable[..., Any], timeout: float | None, num_workers: int
     ) -> None:
-        pickled = attempt(pickle.dumps, function)
+        pickled = attempt(cloudpickle.dumps, function)
         if (error := pickled.exception()) is not None:
             raise ConfigError(
                 "reward_model.reward_manager=prime or remote: the score function cannot be sent to "
@@ -119,7 +122,7 @@ class _Child:
             self._process: BaseProcess = context.Process(
                 target=serve_calls, args=(theirs, function), daemon=True
             )
-            self._process.start()
+            start_without_main(self._process)
             theirs.close()
         self._is_ready = False
 

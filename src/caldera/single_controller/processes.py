@@ -42,7 +42,12 @@ from caldera.single_controller.process_main import (
     run_rank,
 )
 from caldera.single_controller.resource_pool import ResourcePool
-from caldera.single_controller.transport import dumps, keep_handovers_quiet, loads
+from caldera.single_controller.transport import (
+    dumps,
+    keep_handovers_quiet,
+    loads,
+    start_without_main,
+)
 from caldera.single_controller.worker import Worker
 from caldera.single_controller.worker_group import ClassWithInitArgs
 from caldera.storage.locks import own_folder
@@ -282,7 +287,7 @@ def _launch(settings: RankSettings, group: str) -> _Rank:
     process = context.Process(
         target=run_rank, args=(settings, theirs), name=f"{group}_rank{settings.rank}"
     )
-    process.start()
+    start_without_main(process)
     theirs.close()
     return _Rank(settings.rank, process, own, settings.log, Path(settings.stack_file))
 

@@ -12,10 +12,12 @@ import io
 import logging
 import sys
 from multiprocessing import resource_sharer
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from types import TracebackType
+from types import FunctionType, ModuleType, TracebackType
 from typing import Any
 
+import cloudpickle
 import torch
 import torch.multiprocessing  # teaches ForkingPickler to hand tensors over
 from tensordict import TensorDict
@@ -24,6 +26,20 @@ from caldera.protocol import DataProto, DataProtoFuture
 from caldera.protocol.inputs import entries
 
 logger = logging.getLogger(__name__)
+
+
+MAIN = "__main__"
+
+
+def start_without_main(process: BaseProcess) -> None:
+    """Start a process that does not import the main script, which would run it again unless it has
+    an `if __name__ == "__main__"`. Classes and functions of it go along in messages."""
+    main = sys.modules[MAIN]
+    sys.modules[MAIN] = ModuleType(MAIN)
+    try:
+        process.start()
+    finally:
+        sys.modules[MAIN] = main
 
 
 class _Pickler(ForkingPickler):
@@ -35,6 +51,8 @@ class _Pickler(ForkingPickler):
         if type(value) is TensorDict:
             tensors = {key: _portable(entry) for key, entry in entries(value).items()}
             return TensorDict, (tensors, tuple(value.batch_size))
+        if isinstance(value, type | FunctionType) and value.__module__ == MAIN:
+            return cloudpickle.loads, (cloudpickle.dumps(value),)
         if isinstance(value, DataProtoFuture):  # another process could not wait for it
             return DataProtoFuture.concat, ([value.get()],)
         if type(value) is torch.Tensor and value.device.type != "cpu":

@@ -47,10 +47,15 @@ def function_tool(name: Any = None, *, schema: Any = None, **limits: Any) -> Any
     return mark
 
 
+def is_marked(function: object) -> bool:
+    """Whether a function is decorated."""
+    return hasattr(function, MARK)
+
+
 def tools_of(module: ModuleType) -> list[BaseTool]:
     """The tools that a module holds."""
-    marked = [getattr(value, MARK, None) for value in vars(module).values()]
-    return [tool for tool in dict.fromkeys(marked) if isinstance(tool, FunctionTool)]
+    held = [getattr(value, MARK, value) for value in vars(module).values()]
+    return list(dict.fromkeys(tool for tool in held if isinstance(tool, BaseTool)))
 
 
 class FunctionTool(BaseTool):

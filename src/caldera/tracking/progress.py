@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import ClassVar, TypeVar
+from html import escape
+from typing import Any, ClassVar, TypeVar
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
@@ -15,6 +17,8 @@ from rich.logging import RichHandler
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from caldera.tracking.curves import Series, svg_curve
 
 # ---- The one console of the process: lines and live bars share it, so neither tears the other
 
@@ -64,6 +68,16 @@ def format_number(value: float) -> str:
     return f"{value:.0f}" if 1e5 <= abs(value) < 1e15 else f"{value:.5g}"
 
 
+def in_notebook() -> bool:
+    """Whether output goes to the cell of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+DRAWN = ("reward", "accuracy", "loss", "validation loss")
+"""Numbers whose curve a notebook shows."""
+SECONDS_BETWEEN_DRAWINGS = 1.0
 LONGEST_BAR = 24
 SHORTEST_BAR = 8
 """Cells; one that would be shorter says less than the room that it takes."""
@@ -75,7 +89,8 @@ T = TypeVar("T")
 class TrainingProgress:
     """Step k of N with named numbers, elapsed time and ETA.
 
-    On a terminal it is a bar at its foot, above which lines that are printed meanwhile appear.
+    On a terminal it is a bar at its foot, above which lines that are printed meanwhile appear; in a
+    notebook the numbers and their curves, in the cell that runs.
 
     Where standard output is no terminal, a line every `seconds_between_lines` stands for the bar,
     without control characters, and the last state is always worth a line.
@@ -97,12 +112,14 @@ class TrainingProgress:
         self._step = done_steps
         self._description, self._unit = description, unit
         self._details: list[str] = []
+        self._history: dict[str, dict[float, float]] = {}  # name -> step -> value
         self._started = time.monotonic()
         self._expected_end: float | None = None
         # A wait that is shorter than the interval is one line, its last.
         self._interval, self._last_line = seconds_between_lines, self._started
         self._unprinted = False
         self._live: Live | None = None
+        self._cell: Any = None  # of a notebook
         if can_draw_live() and not TrainingProgress.on_screen:
             drawn = partial(_drawn, self)
             self._live = Live(get_renderable=drawn, console=CONSOLE, refresh_per_second=4)
@@ -111,6 +128,8 @@ class TrainingProgress:
         """Say that `step` steps are done, with the numbers to show beside it."""
         self._step = step
         self._details = [f"{_readable(name)} {format_number(v)}" for name, v in fields.items()]
+        for name, value in fields.items():
+            self._history.setdefault(_readable(name), {})[float(step)] = value
         now = time.monotonic()
         if step > self._done_before:
             seconds_per_step = (now - self._started) / (step - self._done_before)
@@ -121,7 +140,21 @@ class TrainingProgress:
 
     def _print(self, now: float) -> None:
         self._last_line, self._unprinted = now, False
-        print_line(" | ".join([self.head(), *self.clocks(), *self._details]))
+        if self._cell is None:
+            print_line(str(self))
+        else:
+            self._cell.update(self)
+
+    def __str__(self) -> str:
+        return " | ".join([self.head(), *self.clocks(), *self._details])
+
+    def _repr_html_(self) -> str:
+        curves = [
+            svg_curve([Series(name, list(values.items()))], name, "step", name, 420, 220)
+            for name, values in self._history.items()
+            if name in DRAWN and len(values) > 1
+        ]
+        return f"<p>{escape(str(self))}</p><div>{''.join(curves)}</div>"
 
     @property
     def step(self) -> int:
@@ -151,13 +184,17 @@ class TrainingProgress:
 
     def __enter__(self) -> TrainingProgress:
         self._started = time.monotonic()
-        if self._live is not None:
+        if in_notebook():
+            from IPython.display import display
+
+            self._cell, self._interval = display(self, display_id=True), SECONDS_BETWEEN_DRAWINGS
+        elif self._live is not None:
             TrainingProgress.on_screen = True
             self._live.start(refresh=True)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._live is not None:
+        if self._live is not None and self._cell is None:
             self._live.stop()
             TrainingProgress.on_screen = False
         elif self._unprinted:

@@ -230,6 +230,12 @@ def write_report(run_dir: Path, out: Path, title: str, validation_dir: Path | No
     write_text_atomic(out, [page, "\n"])
 
 
+def inline_curves(metrics: RunMetrics) -> str:
+    """The curves of a run so far as HTML to be shown within another page, such as a notebook."""
+    figures, _ = _curves(metrics)
+    return f"<div>{''.join(figures)}</div>"
+
+
 def page_style() -> str:
     """The style sheet of every page that Caldera writes."""
     return _resource("page.css")

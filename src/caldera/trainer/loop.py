@@ -17,6 +17,8 @@ import torch
 
 from caldera.config.sft import EACH_EPOCH
 from caldera.data import Batch, StatefulLoader
+from caldera.data.importing import named_function
+from caldera.errors import StopTraining
 from caldera.registry import Registry
 from caldera.single_controller import WorkerGroup
 from caldera.tracking import Generation, Tracking, TrainingProgress
@@ -59,6 +61,9 @@ class TrainingLoop(ABC):
         """The groups that are saved, by their folder in a checkpoint."""
         self.stateful: dict[str, Stateful] = {}
         """Parts of the controller that a checkpoint keeps, by their name in it."""
+        self.callbacks = [
+            named_function(name, "trainer.callbacks") for name in config.trainer.callbacks
+        ]
         self._shown: dict[str, float] = {}
 
     # ------------------------------------------------------------------ a kind of training
@@ -104,6 +109,7 @@ class TrainingLoop(ABC):
                 metrics["training/global_step"] = self.global_steps
                 metrics["training/epoch"] = (self.global_steps - 1) // len(self.train_loader)
                 self._log(tracking, progress, metrics)
+                self._call_back(metrics)
                 self.checkpoints.poll()
                 # After the row: a run that is killed in between repeats the step, row and all.
                 if self._is_due(self.config.trainer.save_freq):
@@ -124,6 +130,15 @@ class TrainingLoop(ABC):
         tracking.log_generations(self.take_generations(), self.global_steps)
         self._shown |= self._to_show(metrics)  # what `metrics` lacks stays as it was
         progress.update(self.global_steps, **self._shown)
+
+    def _call_back(self, metrics: Metrics) -> None:
+        """Tell the callbacks of a step. One that asks to stop makes it the last."""
+        try:
+            for callback in self.callbacks:
+                callback(self.global_steps, dict(metrics))
+        except StopTraining as stop:
+            logger.info("step %d is the last: %s", self.global_steps, stop or "a callback stopped")
+            self.total_steps = self.global_steps
 
     def _to_show(self, metrics: Metrics) -> dict[str, float]:
         names = self.shown_metrics

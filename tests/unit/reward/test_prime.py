@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,14 +88,22 @@ def test_async_functions_are_for_prime_alone(
         RemoteRewardManager(tokenizer, 0, later)
 
 
-def test_a_function_that_cannot_be_sent(
+def test_a_local_function_is_sent_and_one_with_a_lock_is_an_error(
     tokenizer: PreTrainedTokenizerFast, make_data: MakeData
 ) -> None:
+    lock = threading.Lock()
+
     def local(**call: Any) -> float:
         return 1.0
 
+    def locked(**call: Any) -> float:
+        return float(lock.locked())
+
+    data = make_data([("1=", "7", "1")])
+    rewards, _ = compute_reward(data, PrimeRewardManager(tokenizer, 0, local))
+    assert rewards.tolist() == [[1, 0, 0]]
     with pytest.raises(ConfigError, match=r"cannot be sent .* custom_reward_function\.path"):
-        compute_reward(make_data([("1=", "7", "1")]), PrimeRewardManager(tokenizer, 0, local))
+        compute_reward(data, PrimeRewardManager(tokenizer, 0, locked))
 
 
 def test_scorers_by_data_source_run_in_processes_too(

@@ -161,19 +161,24 @@ def states_of(batch: DataProto) -> list[str | None]:
 
 
 def component_metrics(batch: DataProto, config: PPOTrainerConfig) -> Metrics:
-    """`gdpo/{key}/{mean,std,max,min}` of each reward that GDPO keeps apart."""
+    """`gdpo/{key}/{mean,std,max,min}` of each reward that GDPO keeps apart, and `reward/...` of
+    `reward.log_keys`."""
     metrics: Metrics = {}
-    kept = rows_with_reward(batch)
-    for key in _components(config):
+    kept = rows_with_reward(batch).numpy()
+    shown = [("gdpo", key) for key in _components(config)]
+    shown += [("reward", key) for key in config.reward.log_keys]
+    for group, key in shown:
         column = batch.non_tensor_batch.get(key)
-        if column is None or not kept.any():
+        rows = [] if column is None else column[kept]
+        numbers = [float(value) for value in rows if isinstance(value, int | float)]
+        if not numbers:
             continue
-        values = torch.tensor([float(value) for value in column[kept.numpy()]]).double()
+        values = torch.tensor(numbers).double()
         metrics |= {
-            f"gdpo/{key}/mean": float(values.mean()),
-            f"gdpo/{key}/std": float(values.std()) if len(values) > 1 else 0.0,
-            f"gdpo/{key}/max": float(values.max()),
-            f"gdpo/{key}/min": float(values.min()),
+            f"{group}/{key}/mean": float(values.mean()),
+            f"{group}/{key}/std": float(values.std()) if len(values) > 1 else 0.0,
+            f"{group}/{key}/max": float(values.max()),
+            f"{group}/{key}/min": float(values.min()),
         }
     return metrics
 

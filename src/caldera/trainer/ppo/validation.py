@@ -15,6 +15,7 @@ from caldera.config import PPOTrainerConfig
 from caldera.data import FixedLoader
 from caldera.protocol import DataProto, tensors_of
 from caldera.reward import VALUE, AnswerFormats, RewardManager
+from caldera.reward.answer_formats import PRED, has_answer
 from caldera.tracking import Generation, dump_generations, select_val_generations
 from caldera.trainer.ppo.agents import DUMPED, facts_in, spread_of, with_agent_columns
 from caldera.trainer.ppo.prompts import stamp_rows
@@ -278,6 +279,13 @@ class Responses:
             counts[source] += state not in (None, VALUE)
         return {f"val-aux/{source}/reward_failed/count": n for source, n in counts.items()}
 
+    def answered(self) -> dict[str, dict[str, float]]:
+        """`parsed` of each source, where the run's function tells what it has found, as `pred`."""
+        found: dict[str, list[bool]] = {}
+        for source, pred in zip(self.sources, self.extras.get(PRED, ()), strict=False):
+            found.setdefault(source, []).append(has_answer(pred))
+        return {source: {"parsed": sum(told) / len(told)} for source, told in found.items()}
+
     def read_by_scorers(self) -> tuple[list[str], list[str]]:
         """(data sources, texts) of the responses that a scorer has read."""
         rows = [row for row, is_of_agent in enumerate(self.is_of_agent) if not is_of_agent]
@@ -334,15 +342,18 @@ class Validator:
         return metrics | self._format_metrics(responses)
 
     def _format_metrics(self, responses: Responses) -> dict[str, float]:
-        """`val-aux/{source}/{parsed,format_...}/mean@n`: where a scorer found an answer, and how
-        it was written."""
+        """`val-aux/{source}/{parsed,format_...}/mean@n`: where a scorer found an answer, by its own
+        `pred` or as those by data source do, and how it was written."""
         counts = self.formats.counts(*responses.read_by_scorers())
         self.formats.warn(counts)
+        shares = {source: counted.shares() for source, counted in counts.items()}
+        if not self.formats.are_known:
+            shares = responses.answered()
         n = self._config.actor_rollout_ref.rollout.val_kwargs.n
         return {
             f"val-aux/{source}/{name}/mean@{n}": share
-            for source, counted in counts.items()
-            for name, share in counted.shares().items()
+            for source, named in shares.items()
+            for name, share in named.items()
         }
 
     def take_shown(self) -> list[Generation]:

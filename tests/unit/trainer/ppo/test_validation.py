@@ -38,6 +38,13 @@ def test_failures_are_counted_and_in_no_mean() -> None:
     assert found["val-aux/b/reward/mean@2"] == 0.5
 
 
+def test_the_share_in_which_a_function_finds_an_answer() -> None:
+    answers = scored(with_failure=False)
+    assert answers.answered() == {}
+    answers.extras["pred"] = ["7", "", None, "[INVALID]"]
+    assert answers.answered() == {"a": {"parsed": 0.5}, "b": {"parsed": 0.0}}
+
+
 def test_without_failures() -> None:
     answers = scored(with_failure=False)
     assert answers.failures() == {
