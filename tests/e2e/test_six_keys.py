@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from caldera.demo.arithmetic import build_model, build_tokenizer
 from caldera.trainer.main_ppo import main
+from caldera.trainer.sft_trainer import SFT
 
 ROWS = [
     {"prompt": "12+34", "answer": "46"},
@@ -62,6 +63,16 @@ def test_six_keys(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[0]["data"]["actor/grad_norm"] > 0
     assert not any(key.startswith("val-") for row in rows for key in row["data"])
+
+
+def test_supervised_training_takes_four(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = ["data.train_files=rows.jsonl", "data.prompt_key=prompt", "data.response_key=answer"]
+    with caplog.at_level(logging.INFO, "caldera"):
+        assert SFT.main([*keys, "model.path=model", "trainer.total_training_steps=2"]) == 0
+    assert "chosen for 3 training rows: data.train_batch_size=3" in caplog.messages
+    rows = (folder / "checkpoints" / "gsm8k-sft" / "test" / "metrics.jsonl").read_text()
+    losses = [json.loads(row)["data"]["train/loss"] for row in rows.splitlines()]
+    assert losses[1] < losses[0]
 
 
 def test_an_adapter_is_a_folder_of_pefts(folder: Path) -> None:

@@ -43,6 +43,8 @@ from caldera.config.validate import (
 )
 from caldera.errors import ConfigError, UnsupportedError
 
+BATCH = 256
+"""Samples of an optimiser step, where no key gives them."""
 CUDA_TOKENS = 8192
 """Tokens of a micro-batch on a GPU, where no key gives them."""
 SAMPLES = 4
@@ -69,8 +71,8 @@ class SFTDataConfig(ConfigGroup):
     set of the Hugging Face Hub such as OWNER/NAME:train. Required."""
     val_files: Any = None
     """Files to validate on; null: no validation."""
-    train_batch_size: int = option(256, minimum=1, unit="samples")
-    """Samples per optimiser step."""
+    train_batch_size: int | None = option(None, minimum=1, unit="samples")
+    """Samples per optimiser step; null: 256, or as many as a smaller data set has."""
     micro_batch_size_per_gpu: int | None = option(None, minimum=1, unit="samples")
     """Samples per forward and backward pass on one device; null: 4 where use_dynamic_bsz is
     false."""
@@ -463,10 +465,20 @@ def _take_launched(config: SFTTrainerConfig, nodes: int, processes: int) -> None
     trainer.worker_group, trainer.nnodes, trainer.n_gpus_per_node = "local", nodes, processes
 
 
+def choose_batch_size(config: SFTTrainerConfig, rows: int) -> int:
+    """Samples of an optimiser step, for a data set of so many rows: `data.train_batch_size`, else
+    as many as the ranks can share."""
+    if config.data.train_batch_size is not None:
+        return config.data.train_batch_size
+    devices = (config.trainer.n_gpus_per_node or 1) * config.trainer.nnodes
+    parts = devices // check_supervised_ranks(config, devices)
+    return max(parts, min(BATCH, rows) // parts * parts)
+
+
 def _check_devices(config: SFTTrainerConfig, devices: int) -> None:
     """Every rank gets as many samples as the others."""
     parts = devices // check_supervised_ranks(config, devices)
-    if config.data.train_batch_size % parts:
+    if (config.data.train_batch_size or 0) % parts:
         raise ConfigError(
             f"data.train_batch_size={config.data.train_batch_size} samples cannot be shared by "
             f"{parts} ranks (trainer.n_gpus_per_node x trainer.nnodes, less those that share "

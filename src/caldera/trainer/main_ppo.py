@@ -45,11 +45,9 @@ TRAIN = ConfigCommand(
 Train a language model by reinforcement learning: it answers prompts, the answers
 are scored, and it learns from the scores.
 
-  caldera train data.train_files=train.parquet data.val_files=test.parquet \\
-    actor_rollout_ref.model.path=MODEL algorithm.adv_estimator=grpo \\
-    actor_rollout_ref.rollout.n=8 data.train_batch_size=64 \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
-    actor_rollout_ref.actor.use_dynamic_bsz=True
+  caldera train algorithm.adv_estimator=grpo data.train_files=train.jsonl \\
+    actor_rollout_ref.model.path=MODEL custom_reward_function.path=reward.py \\
+    actor_rollout_ref.actor.optim.lr=1e-6 trainer.total_training_steps=100
   caldera train --config-path=FOLDER --config-name=my_run trainer.total_epochs=3
   caldera train --help algorithm.adv_estimator
 """,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from caldera.config import (
     resolve_supervised,
 )
 from caldera.config.machine import log_chosen
+from caldera.config.sft import choose_batch_size
 from caldera.config.strategies import MEGATRON
 from caldera.core_algos import LossScale
 from caldera.data import Batch, FixedLoader, StatefulLoader, chosen_class, hf_tokenizer
@@ -45,6 +47,9 @@ from caldera.trainer.running import check_folders, locked_run, stop_told, tell_e
 from caldera.workers import SupervisedWorker
 from caldera.workers.building import ChosenWorker
 from caldera.workers.supervised import MODEL_KEY, Objective
+
+logger = logging.getLogger(__name__)
+
 
 # ---- The loss on rows that are not trained on
 
@@ -127,6 +132,7 @@ class SupervisedTrainer(TrainingLoop):
         self._group = group = self._make_groups(pool, {ROLE: self._worker})[ROLE]
         group.init_model()
         together = self.objective.rows_together
+        assert data.train_batch_size is not None, "it is chosen with the training rows"
         group.balancing = Balancing(
             data.balance_dp_token, data.train_batch_size * together, together
         )
@@ -236,14 +242,18 @@ def _train_loader(
 ) -> StatefulLoader:
     data = config.data
     rows = objective.dataset(data.train_files, data, tokenizer)
-    if len(rows) < data.train_batch_size:
+    batch_size = choose_batch_size(config, len(rows))
+    if len(rows) < batch_size:
         raise DataError(
             f"the training set has {len(rows)} rows, fewer than one batch of "
-            f"data.train_batch_size={data.train_batch_size}"
+            f"data.train_batch_size={batch_size}"
         )
+    if data.train_batch_size is None:
+        logger.info("chosen for %d training rows: data.train_batch_size=%d", len(rows), batch_size)
+        data.train_batch_size = batch_size
     return StatefulLoader(
         rows,
-        data.train_batch_size,
+        batch_size,
         seed=config.trainer.seed,
         shuffle=data.shuffle,
         num_workers=data.dataloader_num_workers,
@@ -258,6 +268,7 @@ def _validator(
     data = config.data
     if not data.val_files or config.trainer.test_freq == -1:
         return None
+    assert data.train_batch_size is not None, "it is chosen with the training rows"
     loader = FixedLoader(
         objective.dataset(data.val_files, data, tokenizer),
         data.train_batch_size,

@@ -99,7 +99,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "sft_trainer_engine": SFT_ENGINE,
 }
 """verl's, by file."""
-BY_TOKENS = {"data.micro_batch_size_per_gpu": None, "data.max_token_len_per_gpu": None}
+BY_TOKENS = {
+    "data.train_batch_size": None,
+    "data.micro_batch_size_per_gpu": None,
+    "data.max_token_len_per_gpu": None,
+}
 DIFFERENT: dict[str, dict[str, Any]] = {
     "generation": {"rollout.name": None, "trainer.n_gpus_per_node": None},
     "evaluation": {},
@@ -111,7 +115,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     },
 }
 """Where verl has vllm, wandb and 8 devices, nothing but conversations, or sizes of micro-batches
-that are chosen here."""
+and of batches that are chosen here."""
 
 
 def at(tree: Any, key: str) -> Any:

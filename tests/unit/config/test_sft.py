@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from caldera.config import config_to_dict, load_supervised_config, resolve_supervised, uses_ray
-from caldera.config.sft import SFTTrainerConfig
+from caldera.config.sft import SFTTrainerConfig, choose_batch_size
 from caldera.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "golden" / "sft"
@@ -116,6 +116,20 @@ def test_keys_of_classic_scripts() -> None:
     assert config.data.prompt_dict_keys == ["question"]
     memory = config.model.fsdp_config
     assert (memory.offload_policy, memory.param_offload, memory.seed) == (True, True, 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows", "size"),
+    [
+        ((), 1000, 256),
+        ((), 100, 100),
+        (("trainer.n_gpus_per_node=3",), 1000, 255),
+        (("trainer.n_gpus_per_node=8",), 5, 8),  # the loader says that there are too few
+        (("data.train_batch_size=64",), 5, 64),
+    ],
+)
+def test_the_default_batch(keys: tuple[str, ...], rows: int, size: int) -> None:
+    assert choose_batch_size(load(*keys), rows) == size
 
 
 def test_one_seed() -> None:
