@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from tests.conftest import Lab, Lessons
 
@@ -71,3 +73,21 @@ def test_the_demo(lab: Lab, tmp_path: Path) -> None:
     steps = "trainer.total_training_steps=1"
     run(lab, "caldera.cli", "demo", "--output", str(tmp_path / "demo"), steps)
     assert list(tmp_path.rglob("metrics.jsonl"))
+
+
+API = """
+import sys
+import caldera
+
+rows = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(5) for b in range(5)]
+run = caldera.grpo(
+    sys.argv[-1], rows, lambda response, answer: float(response == answer), n=4, steps=1,
+    batch_size=5, max_prompt_length=6, max_response_length=4, output="run",
+)
+print(run.train().generate(["1+1"]))
+"""
+
+
+def test_the_python_api(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(lab, "-c", API, str(lab.model)).strip().endswith("']")

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -214,3 +215,34 @@ def test_a_node_that_disappears(
     assert "restarting from the last checkpoint; 0 left" in output
     lab.assert_same(lab.metrics(tmp_path / "run"), grpo[1])
     wait_for(lambda: nodes.processes_of_runs() == {}, "orphans")
+
+
+API_SCRIPT = """
+import caldera
+
+def right(response, answer):
+    return float(response.strip() == answer)
+
+def stop(step, metrics):
+    if step == 1:
+        raise caldera.StopTraining("enough")
+
+rows = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(5) for b in range(5)]
+run = caldera.grpo("MODEL", rows, right, n=4, steps=3, batch_size=6, mini_batch_size=6,
+                   max_prompt_length=6, max_response_length=4, processes=1, nnodes=2,
+                   callbacks=[stop], worker_group="ray", output="run")
+run.train()
+print(len(run.metrics), "reward/failed" in run.metrics[0], run.generate(["1+1"]))
+"""
+
+
+def test_a_script_of_the_python_api(lab: Lab, nodes: RealNodes, tmp_path: Path) -> None:
+    """Its reward and callback travel to Ray's actors."""
+    script = tmp_path / "script.py"
+    script.write_text(API_SCRIPT.replace("MODEL", str(lab.model)))
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env=on_ray(lab, nodes.address).environment,
+        text=True, capture_output=True, check=False, timeout=WAIT_S * 2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("1 ")

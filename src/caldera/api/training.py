@@ -308,7 +308,8 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> Values:
 
 
 def _folder(output: str | Path | None, kind: str) -> Path:
-    return free_folder(RUNS, kind) if output is None else Path(output).expanduser()
+    folder = free_folder(RUNS, kind) if output is None else Path(output).expanduser()
+    return folder.absolute()  # other processes may be elsewhere
 
 
 def _of_every_run(folder: Path, callbacks: Sequence[Callback]) -> Values:
