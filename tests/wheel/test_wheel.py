@@ -137,11 +137,48 @@ def test_the_doctor(environment: Path, tmp_path: Path) -> None:
     assert fix == "pip install 'caldera[lora]'"
 
 
-def test_the_demo(environment: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def demo(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder that a short demo has written, and what it showed."""
+    folder = tmp_path_factory.mktemp("demo")
     steps = ("trainer.total_training_steps=2", "trainer.test_freq=2")
-    shown = run(environment, tmp_path, "caldera", "demo", *steps)
+    shown = run(environment, folder, "caldera", "demo", *steps)
+    return folder / "outputs/demo-tiny", shown
+
+
+def test_the_demo(demo: tuple[Path, str]) -> None:
+    folder, shown = demo
     assert re.search(r"Right answers: [\d.]+% before, [\d.]+% after", shown)
-    assert (tmp_path / "outputs/demo-tiny/report.html").is_file()
+    assert (folder / "report.html").is_file()
+
+
+QUICKSTART = """
+import caldera
+
+numbers = range(100)
+rows = [{"prompt": f"{a:02d}+{b:02d}", "answer": a + b} for a in numbers for b in numbers]
+
+
+def right(response, answer):
+    return float(response == str(answer))
+
+
+run = caldera.grpo(
+    MODEL, rows[256:], right, eval_dataset=rows[:256], n=8, lr=5e-4, batch_size=32, steps=2,
+    max_prompt_length=8, max_response_length=4, output="run",
+)
+run.train()
+print(len(run.metrics), run.generate(["12+34"]), run.report())
+"""
+
+
+def test_python(environment: Path, demo: tuple[Path, str], tmp_path: Path) -> None:
+    """Data and reward in a script, from the model of the demo."""
+    script = tmp_path / "first.py"
+    script.write_text(QUICKSTART.replace("MODEL", repr(str(demo[0] / "start"))))
+    told = run(environment, tmp_path, "python", str(script)).splitlines()[-1]
+    assert re.fullmatch(r"3 \['\d*'\] run/report.html", told)
+    assert (tmp_path / "run/report.html").is_file()
 
 
 def test_the_name_verl(environment: Path, tmp_path: Path) -> None:
