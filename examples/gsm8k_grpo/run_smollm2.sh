@@ -6,7 +6,7 @@ MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}  # folder, or name on the hu
 RAW=${RAW:-}                                         # folder with train.jsonl and test.jsonl; empty: the hub
 OUT=${OUT:-runs/gsm8k_smollm2}
 SEED=${SEED:-1}
-STEPS=${STEPS:-40}            # of GRPO; 256 prompts x 8 samples each
+STEPS=${STEPS:-60}            # of GRPO; 256 prompts x 8 samples each
 SFT_EPOCHS=${SFT_EPOCHS:-3}
 SFT_KEYS=${SFT_KEYS:-}        # more key=value for `caldera sft`
 LIMIT=${LIMIT:-}              # take the first rows of each split only
