@@ -7,6 +7,7 @@ that cannot run here stands after `<!-- not executed: REASON -->`.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -206,7 +207,9 @@ def is_documented_metric(metric: str) -> bool:
 
 def metric_patterns() -> Iterator[str]:
     """docs/metrics.md's names as regular expressions: {a,b} is a choice, capitals stand for any."""
-    any_of = {"SOURCE": ".+", "STATISTIC": r"\w+", "VARIABLE": "[^/]+", "@N": r"@\d+"}
+    any_of = {
+        "SOURCE": ".+", "STATISTIC": r"\w+", "VARIABLE": "[^/]+", "KEY": "[^/]+", "@N": r"@\d+",
+    }  # fmt: skip
     for row in (REPOSITORY / "docs/metrics.md").read_text(encoding="utf-8").splitlines():
         if match := re.match(r"\| `([^`]+)` \|", row):
             choice = re.sub(r"\{([^}]*)\}", lambda m: f"(?:{m[1].replace(',', '|')})", match[1])
@@ -233,8 +236,38 @@ def test_keys_exist(page: Path) -> None:
         assert is_known or moved & keys.keys(), f"no key {key}"
 
 
-def test_the_reference_page_is_up_to_date() -> None:
-    script = REPOSITORY / "scripts/write_reference.py"
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["write_hardware_table.py", "write_models_table.py"])
+def test_the_tables_are_up_to_date(name: str) -> None:
+    check_is_up_to_date(name)
+
+
+@pytest.mark.parametrize("name", ["write_reference.py", "write_api.py"])
+def test_the_reference_is_up_to_date(name: str) -> None:
+    check_is_up_to_date(name)
+
+
+def test_the_names_beside_those_of_trl_exist() -> None:
+    """Keywords and config keys of the page's second column."""
+    from caldera import api
+    from caldera.api.settings import RL_KEYS, RUN_KEYS, settings
+
+    page = REPOSITORY / "docs/from_trl.md"
+    cells = re.findall(r"^\| [^|]+ \| ([^|]+) \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    taken = {
+        name for call in (api.grpo, api.sft, api.dpo) for name in inspect.signature(call).parameters
+    }
+    keywords = set(re.findall(r"[`( ](\w+)(?==|`|, `)", " ".join(cells)))
+    asked = {name for name in keywords if name in taken}
+    assert {"reward", "lora_rank", "reward_weights", "beta", "max_length"} <= asked
+    for assignment in re.findall(r"`([^`]+=[^`]*)`", " ".join(cells)):
+        for name in re.findall(r"(\w+)=(?!=)", assignment):
+            if name not in taken and "." not in assignment:
+                assert settings(PPOTrainerConfig, RUN_KEYS | RL_KEYS, {name: 1}, None), name
+
+
+def check_is_up_to_date(name: str) -> None:
+    script = REPOSITORY / "scripts" / name
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
     done = subprocess.run(
         [sys.executable, script, "--check"], env=environment, text=True, capture_output=True
@@ -261,6 +294,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.is_relative_to(REPOSITORY) and target.exists(), f"no file {link[1]}"
         if link[2]:
             assert link[2] in anchors(target), f"no heading {link[2]} in {link[1]}"
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=name)
+def test_the_site_has_a_place_for_the_page(page: Path) -> None:
+    places = re.findall(r"^ +- (\S+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert name(page).removeprefix("docs/") in places, "add it to `nav` in mkdocs.yml"
 
 
 def anchors(page: Path) -> set[str]:
