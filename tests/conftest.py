@@ -37,7 +37,7 @@ LONG_FILES = (
     "ray/test_training.py",
 )  # fmt: skip
 
-TIMEOUTS_S = {"unit": 60, "e2e": 600, "megatron": 600}
+TIMEOUTS_S = {"unit": 60, "e2e": 600, "megatron": 600, "wheel": 600}
 """How long a test of a suite may take; of all others, `TIMEOUT_S`."""
 TIMEOUT_S = 300
 

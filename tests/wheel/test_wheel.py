@@ -33,7 +33,7 @@ EXTRAS = sorted(
     set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 )
 SECONDS = 280
-"""For one command; less than the time limit of a test, so that what it wrote is shown."""
+"""For one command; two of them fit the time limit of a test, so that what they wrote is shown."""
 
 
 def source_files(package: Path) -> set[str]:

@@ -20,8 +20,9 @@ from urllib.parse import urlsplit
 from rich.table import Table
 from rich.text import Text
 
+from caldera import __version__
 from caldera.errors import CalderaError
-from caldera.installation import checkout, install_command
+from caldera.installation import checkout, install_command, version_line
 from caldera.storage.paths import cache_folder
 from caldera.tracking.progress import print_line, print_table
 from caldera.trainer.entry import OptionsCommand, text_parser
@@ -135,7 +136,9 @@ WANTED = {
 
 
 def check_python() -> Iterator[Finding]:
-    """The interpreter."""
+    """Caldera, and the interpreter."""
+    folder = Path(__file__).parents[1]
+    yield ok("Caldera", f"{version_line(__version__)} in {folder}")
     told = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info < OLDEST_PYTHON:
         oldest = ".".join(map(str, OLDEST_PYTHON))

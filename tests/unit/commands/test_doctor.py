@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+import caldera
 from caldera.cli import main
 from caldera.commands import doctor
 from caldera.commands.doctor import Finding, Library, State, ask, ask_each, broken, doubtful, ok
-from caldera.installation import install_command
+from caldera.installation import install_command, version_line
 
 Install = Callable[[str, str], None]
 ROOT = Path(__file__).parents[3]
@@ -78,6 +79,13 @@ def test_what_becomes_of_a_library(found: Library | None, is_needed: bool, state
     assert finding.state is state
     if state is not State.OK:
         assert finding.fix == install_command("extra")
+
+
+def test_what_it_is_and_what_runs_it() -> None:
+    caldera_itself, python = doctor.check_python()
+    assert caldera_itself.told.startswith(f"{version_line(caldera.__version__)} in ")
+    assert caldera_itself.told.endswith(str(Path("src/caldera")))
+    assert (python.name, python.state) == ("Python", State.OK)
 
 
 def test_versions_are_compared_by_their_numbers() -> None:
