@@ -64,10 +64,12 @@ from caldera.core_algos.policy_losses.base import (
     get_policy_loss_fn,
     register_policy_loss,
 )
-from caldera.core_algos.policy_losses.bypass import compute_policy_loss_bypass_mode
-from caldera.core_algos.policy_losses.clipped import (
+from caldera.core_algos.policy_losses.losses import (
+    compute_policy_loss_bypass_mode,
     compute_policy_loss_cispo,
     compute_policy_loss_clip_cov,
+    compute_policy_loss_dppo_kl,
+    compute_policy_loss_dppo_tv,
     compute_policy_loss_dro,
     compute_policy_loss_geo_mean,
     compute_policy_loss_gpg,
@@ -75,10 +77,6 @@ from caldera.core_algos.policy_losses.clipped import (
     compute_policy_loss_kl_cov,
     compute_policy_loss_sapo,
     compute_policy_loss_vanilla,
-)
-from caldera.core_algos.policy_losses.divergence import (
-    compute_policy_loss_dppo_kl,
-    compute_policy_loss_dppo_tv,
 )
 from caldera.core_algos.preference import PairMetrics, bradley_terry_loss, dpo_loss
 from caldera.core_algos.rollout_correction import (

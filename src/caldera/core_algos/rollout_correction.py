@@ -19,16 +19,11 @@ from caldera.config.rollout_correction import (
     parse_weight_bounds,
 )
 from caldera.core_algos.aggregation import masked_mean, masked_sum, zero_outside
+from caldera.core_algos.policy_losses.base import MAX_LOG_RATIO, bounded_exp
 
 Metrics = dict[str, Tensor]
 
 PREFIX = "rollout_corr/"
-MAX_LOG_RATIO = 20.0
-
-
-def safe_exp(exponents: Tensor) -> Tensor:
-    """e^x of x clamped to +-20, so that it and its square are finite."""
-    return exponents.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def log_ratios_of(old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
@@ -104,19 +99,19 @@ def compute_offpolicy_metrics(
     training = -masked_mean(old_log_prob, kept, dim=-1)  # (B,)
     rollout = -masked_mean(rollout_log_prob, kept, dim=-1)
     difference = training - rollout
-    sequence_ratios = safe_exp(log_ratios.sum(-1))
+    sequence_ratios = bounded_exp(log_ratios.sum(-1))
     values = {
         "kl": masked_mean(-log_ratios, kept),
         "k3_kl": masked_mean(log_ratios.expm1() - log_ratios, kept),
-        "training_ppl": masked_mean(safe_exp(training), sequences),
+        "training_ppl": masked_mean(bounded_exp(training), sequences),
         "training_log_ppl": masked_mean(training, sequences),
-        "rollout_ppl": masked_mean(safe_exp(rollout), sequences),
+        "rollout_ppl": masked_mean(bounded_exp(rollout), sequences),
         "rollout_log_ppl": masked_mean(rollout, sequences),
         "log_ppl_diff": masked_mean(difference, sequences),
         "log_ppl_abs_diff": masked_mean(difference.abs(), sequences),
         "log_ppl_diff_max": _largest(difference, sequences),
         "log_ppl_diff_min": -_largest(-difference, sequences),
-        "ppl_ratio": masked_mean(safe_exp(difference), sequences),
+        "ppl_ratio": masked_mean(bounded_exp(difference), sequences),
         "chi2_token": masked_mean((2 * log_ratios).expm1(), kept),
         "chi2_seq": masked_mean(sequence_ratios.square() - 1, sequences),
     }
@@ -221,7 +216,7 @@ def importance_ratios(log_ratios: Tensor, mask: Tensor, level: str) -> Tensor:
     """e^l of each token, or e^(sum of l) of its sequence; 0 outside the mask. All are (B, R)."""
     if level == "sequence":
         log_ratios = log_ratios.sum(-1, keepdim=True).expand_as(log_ratios)
-    return zero_outside(safe_exp(log_ratios), mask)
+    return zero_outside(bounded_exp(log_ratios), mask)
 
 
 def bound_weights(ratios: Tensor, bounds: WeightBounds) -> Tensor:

@@ -1,1 +1,1 @@
-"""Policy losses, by family; `base` has the contract that all of them follow."""
+"""Policy losses; `base` has the contract that all of them follow."""

@@ -1,10 +1,15 @@
-"""Losses that clip the ratio of a token or a sequence, or gate it softly."""
+"""The policy losses: those that clip the ratio of a token or a sequence or gate it softly, those
+that drop tokens, and that of bypass mode."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from caldera.config.rollout_correction import RolloutCorrectionConfig
 from caldera.core_algos.aggregation import masked_mean, masked_sum, zero_outside
 from caldera.core_algos.policy_losses.base import (
     MAX_LOG_RATIO,
@@ -14,8 +19,13 @@ from caldera.core_algos.policy_losses.base import (
     clip_range,
     clipped_objective,
     policy_loss,
+    shares_of_means,
 )
+from caldera.core_algos.rollout_correction import compute_rollout_correction_and_rejection_mask
 from caldera.errors import ConfigError
+
+if TYPE_CHECKING:
+    from caldera.config.actor import ActorConfig
 
 
 @policy_loss("vanilla")
@@ -223,3 +233,112 @@ def _at(positions: Tensor, like: Tensor) -> Tensor:
     mask = torch.zeros(like.numel(), dtype=torch.bool, device=like.device)
     mask[positions] = True
     return mask.view(like.shape)
+
+
+# ---- DPPO: tokens are dropped by how far their probability has moved, not by its ratio
+
+
+@policy_loss("dppo_tv")
+def compute_policy_loss_dppo_tv(given: LossInputs) -> LossAndMetrics:
+    """DPPO with total variation: a token is dropped once its probability has risen by more than
+    `clip_ratio_high` (advantage > 0), or fallen by more than `clip_ratio_low` (otherwise)."""
+    low, high = clip_range(given.config)
+    moved = given.log_prob.detach().exp() - given.old_log_prob.exp()
+    keep = torch.where(given.advantages > 0, moved <= high, moved >= -low)
+    return _kept_policy_gradient(given, keep)
+
+
+@policy_loss("dppo_kl")
+def compute_policy_loss_dppo_kl(given: LossInputs) -> LossAndMetrics:
+    """DPPO with binary KL (this token against all others): a token is dropped once the KL from
+    the old policy is above `clip_ratio_high` (advantage > 0) or `clip_ratio_low` (otherwise),
+    unless its gradient leads back towards the old policy."""
+    low, high = clip_range(given.config)
+    old, new = given.old_log_prob, given.log_prob.detach()
+    divergence = _binary_kl(old, new)
+    keep = torch.where(
+        given.advantages > 0,
+        (divergence <= high) | (new <= old),
+        (divergence <= low) | (new >= old),
+    )
+    return _kept_policy_gradient(given, keep)
+
+
+def _kept_policy_gradient(given: LossInputs, keep: Tensor) -> LossAndMetrics:
+    """The policy gradient of the tokens to keep, weighed by their ratio as a constant, at most
+    `clip_ratio_c`. The metrics count the tokens dropped (actor/pg_clipfrac) and those whose ratio
+    was cut (actor/pg_clipfrac_lower)."""
+    log_ratio = given.log_ratio().detach()
+    ratio, most = bounded_exp(log_ratio), given.config.clip_ratio_c
+    losses = -given.advantages * ratio.clamp(max=most) * given.kept_log_prob()
+    loss = given.aggregate(losses.masked_fill(~keep, 0))
+    return loss, given.metrics(-log_ratio, ~keep, keep & (ratio > most))
+
+
+def _binary_kl(old_log_prob: Tensor, log_prob: Tensor) -> Tensor:
+    """KL of (p, 1 - p) from the old to the new policy."""
+    old, old_rest = old_log_prob, _log_of_the_rest(old_log_prob)
+    return old.exp() * (old - log_prob) + old_rest.exp() * (old_rest - _log_of_the_rest(log_prob))
+
+
+def _log_of_the_rest(log_prob: Tensor) -> Tensor:
+    """log(1 - p), exact near p = 1 and finite at it."""
+    below_one = log_prob.clamp(max=-torch.finfo(log_prob.dtype).tiny)
+    return (-torch.expm1(below_one)).log()
+
+
+# ---- Bypass mode: rollout correction inside the update
+
+
+@policy_loss("bypass_mode")
+def compute_policy_loss_bypass_mode(given: LossInputs) -> LossAndMetrics:
+    """`old_log_prob` is the sampler's. Importance weights and rejections are computed anew from
+    the policy as it is now, with the settings of `algorithm.rollout_correction`.
+
+    loss_type=ppo_clip is the vanilla loss of the tokens that are not rejected, without the
+    computed weights: the clip bounds the same ratio. loss_type=reinforce is their policy gradient
+    times the weights.
+
+    A rejected token counts as 0 rather than making the others heavier: denominators count the
+    mask before any rejection. With rollout_is_batch_normalize the weights are normalised among
+    the tensors at hand, and the loss depends on how micro-batches are cut. Metrics under
+    rollout_corr/ are token-weighted means over micro-batches, the maxima and minima among them too.
+    """
+    correction, mask = _correction_of(given.config), given.response_mask
+    old_log_prob = zero_outside(given.old_log_prob, mask)
+    log_prob = given.kept_log_prob()
+    weights, accepted, corr_metrics = compute_rollout_correction_and_rejection_mask(
+        old_log_prob=log_prob.detach(),
+        rollout_log_prob=old_log_prob,
+        response_mask=mask,
+        rollout_is=correction.rollout_is,
+        rollout_is_threshold=correction.rollout_is_threshold,
+        rollout_rs=correction.rollout_rs,
+        rollout_rs_threshold=correction.rollout_rs_threshold,
+        rollout_is_batch_normalize=correction.rollout_is_batch_normalize,
+    )
+    corr_shares = shares_of_means(corr_metrics, mask, given.counts, like=log_prob)
+    advantages = zero_outside(given.advantages, accepted)
+    if correction.loss_type == "ppo_clip":
+        accepted_alone = replace(given, advantages=advantages)
+        loss, metrics = compute_policy_loss_vanilla(**vars(accepted_alone))
+        return loss, {**metrics, **corr_shares}
+
+    losses = -advantages * log_prob
+    loss = given.aggregate(losses if weights is None else losses * weights)
+    return loss, {**given.metrics(-given.log_ratio()), **corr_shares}
+
+
+def _correction_of(config: ActorConfig) -> RolloutCorrectionConfig:
+    correction = config.policy_loss.rollout_correction
+    if not isinstance(correction, RolloutCorrectionConfig):
+        raise ConfigError(
+            "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode needs the settings of "
+            "algorithm.rollout_correction: set algorithm.rollout_correction.bypass_mode=true"
+        )
+    if correction.loss_type not in ("ppo_clip", "reinforce"):
+        raise ConfigError(
+            f"algorithm.rollout_correction.loss_type={correction.loss_type!r}: "
+            "takes one of ppo_clip, reinforce"
+        )
+    return correction
