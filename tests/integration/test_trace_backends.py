@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet
 import pytest
 
-import caldera.tracking.trace_backends  # noqa: F401 -- registers them
 from caldera.tracking.traces import GENERATION, Span, Trace, TracedRun, TraceWriter
 
 if TYPE_CHECKING:

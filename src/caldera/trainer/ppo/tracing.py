@@ -9,7 +9,6 @@ from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
-import caldera.tracking.trace_backends  # noqa: F401 -- registers them
 from caldera.agent_loop.output import COLUMN, DETAIL, GENERATE, TOOL, TrajectoryFacts
 from caldera.config import PPOTrainerConfig
 from caldera.protocol import DataProto
