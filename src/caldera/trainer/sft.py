@@ -122,29 +122,27 @@ class SupervisedTrainer(TrainingLoop):
         self.validator = validator
         self._worker = worker
         self._make_groups = make_groups
-        self._group: WorkerGroup | None = None
 
     def init_workers(self) -> None:
         """Create the worker group, and have it load the model."""
         trainer, data = self.config.trainer, self.config.data
         self.devices = (trainer.n_gpus_per_node or 1) * trainer.nnodes
         pool = ResourcePool([trainer.n_gpus_per_node or 1] * trainer.nnodes)
-        self._group = group = self._make_groups(pool, {ROLE: self._worker})[ROLE]
+        group = self.models[MODEL_FOLDER] = self._make_groups(pool, {ROLE: self._worker})[ROLE]
         group.init_model()
         together = self.objective.rows_together
         assert data.train_batch_size is not None, "it is chosen with the training rows"
         group.balancing = Balancing(
             data.balance_dp_token, data.train_batch_size * together, together
         )
-        self.models[MODEL_FOLDER] = group
         self.checkpoints.writers += [group] if trainer.checkpoint.async_save else []
         self.group = group
         self.model = group.typed(SupervisedWorker)
 
     def shutdown(self) -> None:
         """End the workers."""
-        if self._group is not None:
-            self._group.shutdown()
+        for group in self.models.values():
+            group.shutdown()
 
     def train_step(self, rows: Iterator[Batch]) -> Metrics:
         """One optimiser step on the next batch."""

@@ -1,4 +1,4 @@
-"""Workers whose phases can be recorded."""
+"""Workers whose phases can be recorded, and which steps of a run are."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
+from caldera.config import PPOTrainerConfig
 from caldera.config.profiling import GlobalTorchMemoryConfig, ProfilerConfig
-from caldera.single_controller import Dispatch, Worker, register
+from caldera.config.validate import profilers_of
+from caldera.errors import ConfigError
+from caldera.single_controller import Dispatch, Worker, WorkerGroup, register
 
 # ---- Recording what this process does, by one tool at a time: its roles may share the recording
 
@@ -181,3 +184,41 @@ class ProfiledWorker(Worker):
 
     def _name(self, what: str) -> str:
         return f"{self._step}/{what}_rank_{self.rank}"
+
+
+# ---- Which steps of a run are recorded
+
+NEEDS_CUDA = ("nsys", "torch_memory")
+
+
+class StepProfiler:
+    """Tells the workers to record the steps of `global_profiler.steps`."""
+
+    def __init__(self, config: PPOTrainerConfig) -> None:
+        self._config = config.global_profiler
+        self._steps = set(self._config.steps or ())
+        self._records = False
+        for key, role in profilers_of(config).items():
+            if role.enable and role.tool in NEEDS_CUDA and config.trainer.device != "cuda":
+                raise ConfigError(
+                    f"{key}.tool={role.tool!r}: records a GPU, but trainer.device="
+                    f"{config.trainer.device}; takes torch there"
+                )
+
+    @contextmanager
+    def recorded(self, step: int, groups: Mapping[str, WorkerGroup]) -> Iterator[None]:
+        """The block is this step; consecutive steps may be one recording."""
+        if step in self._steps and not self._records:
+            self._records = True
+            for group in groups.values():
+                group.start_profile(f"step_{step}", self._config.global_tool_config.torch_memory)
+        try:
+            yield
+        except BaseException:
+            self._records = False  # the workers may be gone
+            raise
+        is_last = not (self._config.profile_continuous_steps and step + 1 in self._steps)
+        if self._records and is_last:
+            self._records = False
+            for group in groups.values():
+                group.stop_profile()

@@ -58,9 +58,9 @@ from caldera.trainer.ppo.rewards import (
 )
 from caldera.trainer.ppo.validation import Validator, check_formats, dump_responses
 from caldera.trainer.ppo.warning_signs import WarningSigns
-from caldera.trainer.profiling import StepProfiler
 from caldera.trainer.sources import RolloutSource, SynchronousSource
 from caldera.workers import CriticWorker, PolicyWorker, RewardModelWorker, SamplerWorker
+from caldera.workers.profiling import StepProfiler
 
 logger = logging.getLogger(__name__)
 
@@ -110,21 +110,12 @@ class PPOTrainer(TrainingLoop):
         self.only_validates = config.trainer.val_only
         self._groups: dict[str, WorkerGroup] = {}
         self._signs = WarningSigns()
-        self._meta = {
+        self.meta = {
             "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id,
         }
         self.first_scores = FirstScores(config)
-        self.validator = Validator(
-            config,
-            tokenizer,
-            val_loader,
-            val_reward_fn,
-            lambda prompts: self.sampler.generate_sequences(prompts),
-            self._meta,
-            self.sends_rows,
-            self.first_scores,
-        )
+        self.validator = Validator(self, val_loader, val_reward_fn)
 
     # ------------------------------------------------------------------ around the steps
 
@@ -193,7 +184,7 @@ class PPOTrainer(TrainingLoop):
 
     def train_step(self, rows: Iterator[Batch]) -> Metrics:
         """`step`, with the metrics of its batch."""
-        self._meta["global_steps"] = self.global_steps
+        self.meta["global_steps"] = self.global_steps
         with self.profiler.recorded(self.global_steps, self._groups):
             batch, metrics, timing = self.step(rows)
         self.train_loader.on_batch_end(batch)
@@ -239,7 +230,7 @@ class PPOTrainer(TrainingLoop):
         place: tuple[int | str, ...] = ("train", self.global_steps)
         place += (attempt,) if attempt else ()
         prompts, batch = stamp_rows(
-            rows, rollout.n, rollout.seed, place, self._meta, self.sends_rows
+            rows, rollout.n, rollout.seed, place, self.meta, self.sends_rows
         )
         with marked_timer("gen", timing):
             responses = self.sampler.generate_sequences(prompts)
@@ -253,7 +244,9 @@ class PPOTrainer(TrainingLoop):
         """Adds token_level_scores, has_reward, and what else the scorer said of each sample."""
         with marked_timer("reward", timing):
             scores, extras = self._rewards(batch)
-        self._dump(batch, record_scores(batch, scores, extras, self.config))
+        told = record_scores(batch, scores, extras, self.config)
+        if folder := self.config.trainer.rollout_data_dir:
+            dump_responses(batch, told, self.tokenizer, folder, self.global_steps)
         self.first_scores.check(extras)
         if self.global_steps == 1 and self.reward_model is None:
             check_formats(batch, self.tokenizer, self.config, self.validator.formats)
@@ -330,7 +323,3 @@ class PPOTrainer(TrainingLoop):
         mode = self.config.actor_rollout_ref.actor.loss_agg_mode
         mean = agg_loss(entropys, tensors_of(batch)["response_mask"], mode)
         return {"actor/entropy": mean.item()}
-
-    def _dump(self, batch: DataProto, extra_keys: list[str]) -> None:
-        if folder := self.config.trainer.rollout_data_dir:
-            dump_responses(batch, extra_keys, self.tokenizer, folder, self.global_steps)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,10 @@ from caldera.reward.answer_formats import PRED, has_answer
 from caldera.tracking import Generation, dump_generations, select_val_generations
 from caldera.trainer.ppo.agents import DUMPED, facts_in, spread_of, with_agent_columns
 from caldera.trainer.ppo.prompts import stamp_rows
-from caldera.trainer.ppo.rewards import FirstScores, score_responses, takes_part
+from caldera.trainer.ppo.rewards import score_responses, takes_part
+
+if TYPE_CHECKING:
+    from caldera.trainer.ppo.trainer import PPOTrainer
 
 # ---- Metrics: mean, best, worst and majority of several responses to the same prompt
 #
@@ -296,24 +299,13 @@ class Validator:
     """Runs the whole validation set through a sampler and a scorer."""
 
     def __init__(
-        self,
-        config: PPOTrainerConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        loader: FixedLoader | None,
-        reward_fn: RewardManager,
-        generate: Callable[[DataProto], DataProto],
-        meta: dict[str, Any],
-        sends_rows: bool,
-        first_scores: FirstScores,
+        self, trainer: PPOTrainer, loader: FixedLoader | None, reward_fn: RewardManager
     ) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
+        """`trainer` has the sampler."""
+        self._trainer = trainer
+        self._config = trainer.config
         self._loader = loader
         self._reward_fn = reward_fn
-        self._sends_rows = sends_rows
-        self._first_scores = first_scores
-        self._generate = generate
-        self._meta = meta
         self._shown: list[Generation] = []
         self.formats = AnswerFormats.of(reward_fn)
 
@@ -331,11 +323,11 @@ class Validator:
                 rewards.sum(-1).tolist(),
                 extras,
                 is_rewarded,
-                self._tokenizer,
+                self._trainer.tokenizer,
                 self._config.data.reward_fn_key,
             )
         self._keep(step, responses)
-        self._first_scores.check(responses.extras)
+        self._trainer.first_scores.check(responses.extras)
         variables = responses.variables()
         by_source = process_validation_metrics(responses.sources, responses.uids, variables)
         metrics = name_validation_metrics(by_source) | responses.failures() | responses.turns()
@@ -365,11 +357,12 @@ class Validator:
         rollout = self._config.actor_rollout_ref.rollout
         # The step is no part of the place: validations at different steps draw the same numbers.
         place = ("validation", number)
-        meta = {**self._meta, "validate": True}
+        meta = {**self._trainer.meta, "validate": True}
         prompts, batch = stamp_rows(
-            rows, rollout.val_kwargs.n, rollout.seed, place, meta, self._sends_rows
+            rows, rollout.val_kwargs.n, rollout.seed, place, meta, self._trainer.sends_rows
         )
-        return batch.union(with_agent_columns(self._generate(prompts)))
+        responses = self._trainer.sampler.generate_sequences(prompts)
+        return batch.union(with_agent_columns(responses))
 
     def _keep(self, step: int, responses: Responses) -> None:
         trainer = self._config.trainer
