@@ -243,7 +243,7 @@ class CheckpointUploads:
             self._pending = {s for s in self._pending if (self._root / step_folder(s)).is_dir()}
             self._uploading = max(self._pending, default=None)
             if self._uploading is None:
-                self._end()  # at once, so that `add` starts another thread
+                self._end()
             return self._uploading
 
     def _end(self) -> None:
@@ -255,7 +255,9 @@ class CheckpointUploads:
         try:
             self._remote.upload(self._root / step_folder(step))
         except OSError as error:
-            self.failed += 1
+            with self._changed:
+                self.failed += 1
+                self._end()  # at once, so that `add` starts another thread
             logger.warning(
                 "%s could not be uploaded to %s: %s; the next save tries again (%d failed so far)",
                 step_folder(step),
