@@ -71,17 +71,17 @@ class _Parts:
         batch, self.non_tensor_batch, self.meta_info = state
         self.batch = deserialize_batch(batch)
 
+    def __copy__(self) -> Self:
+        batch = None if self.batch is None else self.batch.copy()
+        return type(self)(batch, dict(self.non_tensor_batch), dict(self.meta_info))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        batch = None if self.batch is None else self.batch.clone()
+        return type(self)(batch, *copy.deepcopy((self.non_tensor_batch, self.meta_info), memo))
+
 
 class DataProtoItem(_Parts):
     """One row of a DataProto; its tensors have no batch dimension."""
-
-    def __copy__(self) -> DataProtoItem:
-        batch = None if self.batch is None else self.batch.copy()
-        return DataProtoItem(batch, dict(self.non_tensor_batch), dict(self.meta_info))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataProtoItem:
-        batch = None if self.batch is None else self.batch.clone()
-        return DataProtoItem(batch, *copy.deepcopy((self.non_tensor_batch, self.meta_info), memo))
 
 
 @dataclass(eq=False)
@@ -297,18 +297,14 @@ class DataProto(_Parts):
         auto_padding: bool = False,
     ) -> DataProto:
         """Tensors go to `batch`, numpy arrays to `non_tensor_batch`."""
-        tensors: dict[str, torch.Tensor] = {}
-        columns: dict[str, Column] = {}
         for key, value in data.items():
-            if isinstance(value, torch.Tensor):
-                tensors[key] = value
-            elif isinstance(value, np.ndarray):
-                columns[key] = value
-            else:
+            if not isinstance(value, torch.Tensor | np.ndarray):
                 raise ProtocolError(
                     f"from_single_dict: {key!r} is a {type(value).__name__}, "
                     "neither a tensor nor a numpy array"
                 )
+        tensors = {key: v for key, v in data.items() if isinstance(v, torch.Tensor)}
+        columns = {key: v for key, v in data.items() if isinstance(v, np.ndarray)}
         return cls.from_dict(tensors, columns, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -499,12 +495,6 @@ class DataProto(_Parts):
         require_keys(operation, "meta_info", key_list(meta), self.meta_info)
 
     # ---- transport and summaries
-
-    def __copy__(self) -> DataProto:
-        return self.select()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
-        return self.select(deepcopy=True)
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
         """Pickle into a file, which appears whole or not at all."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeGuard
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from caldera.errors import RewardError
 from caldera.protocol import DataProto, tensors_of
@@ -38,6 +37,7 @@ from caldera.reward.samples import (
     row_values,
 )
 from caldera.reward.scoring import Scoring, ScoringLimits, ThreadScoring, attempt
+from caldera.tracking.progress import print_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -271,7 +271,6 @@ class NaiveRewardManager:
     def _show_examples(self, data: DataProto, outcomes: list[Outcome]) -> None:
         if not self.num_examine:
             return
-        console = Console()
         shown: Counter[str] = Counter()
         for row, outcome in enumerate(outcomes):
             sample = self._sample(data, row)
@@ -285,7 +284,7 @@ class NaiveRewardManager:
                 "score": outcome.score if outcome.state == VALUE else outcome.error,
             }
             for name, value in (lines | outcome.extras).items():
-                console.print(f"[{name}] {value}", markup=False, highlight=False, soft_wrap=True)
+                print_line(f"[{name}] {value}")
 
     def _response_text(self, token_ids: torch.Tensor) -> str:
         return self._decode(token_ids)

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import distributions
@@ -56,17 +56,14 @@ def fingerprint(path: Path) -> Fingerprint:
 
 def _fingerprint(path: Path) -> Fingerprint:
     size = path.stat().st_size
-    digest = hashlib.sha256()
-    is_whole = size <= HASHED_WHOLE
     with path.open("rb") as file:
-        if is_whole:
-            while block := file.read(BLOCK):
-                digest.update(block)
-        else:
-            for number in range(SAMPLES):
-                file.seek((size - BLOCK) * number // (SAMPLES - 1))
-                digest.update(file.read(BLOCK))
-    return {"bytes": size, "sha256" if is_whole else "sampled_sha256": digest.hexdigest()}
+        if size <= HASHED_WHOLE:
+            return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        digest = hashlib.sha256()
+        for number in range(SAMPLES):
+            file.seek((size - BLOCK) * number // (SAMPLES - 1))
+            digest.update(file.read(BLOCK))
+    return {"bytes": size, "sampled_sha256": digest.hexdigest()}
 
 
 def fingerprints(config: Any) -> dict[str, dict[str, Fingerprint]]:
@@ -92,17 +89,11 @@ def fingerprints(config: Any) -> dict[str, dict[str, Fingerprint]]:
 
 def _of(path: Path) -> dict[str, Fingerprint]:
     try:
-        files = list(_files(path))
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        files = [file for file in files if file.is_file()]
     except OSError as error:  # a folder that one may not look into
         return {str(path.absolute()): {UNREADABLE: str(error.strerror)}}
     return {str(file.absolute()): fingerprint(file) for file in files}
-
-
-def _files(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-    elif path.is_dir():
-        yield from sorted(file for file in path.iterdir() if file.is_file())
 
 
 FORMAT = 2

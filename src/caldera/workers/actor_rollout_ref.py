@@ -9,7 +9,7 @@ from caldera.config import ActorRolloutRefConfig
 from caldera.models.loading import DTYPES, build_policy, load_policy
 from caldera.rollout import Rollout, TrainedPolicy, sampler_class
 from caldera.single_controller import Dispatch, register
-from caldera.workers.building import WORKERS
+from caldera.workers.building import WORKERS, decoder
 from caldera.workers.hooks import MakeHook
 from caldera.workers.policy import MODEL_KEY, PolicyWorker
 from caldera.workers.sampler import MakeAgents, SamplerWorker
@@ -36,12 +36,12 @@ class ActorRolloutRefWorker(PolicyWorker, SamplerWorker):
         """Load the weights, build the engine, the sampler and the reference."""
         self.build_actor()
         self.prepare_sampling(self.actor.module)
-        rollout = self._build_rollout()
+        self.rollout = self._build_rollout()
         self.reference = self.build_reference()
         free_cache = self.config.rollout.free_cache_engine
         memory = self.memory()
         trainer_dtype = DTYPES[memory.dtype or memory.model_dtype]
-        self.use_sampler(rollout, WeightSync(self.actor, rollout, free_cache, trainer_dtype))
+        self.weight_sync = WeightSync(self.actor, self.rollout, free_cache, trainer_dtype)
         self.actor.offload()
 
     def _build_rollout(self) -> Rollout:
@@ -60,4 +60,7 @@ class ActorRolloutRefWorker(PolicyWorker, SamplerWorker):
             ),
             timeout_s=self.config.nccl_timeout,
         )
-        return sampler_class(config.sampler).beside(policy, config, self.device)
+        rollout = sampler_class(config.sampler).beside(policy, config, self.device)
+        if config.stop:
+            rollout.decode = decoder(self.config.model)
+        return rollout

@@ -19,7 +19,6 @@ from caldera.single_controller import (
 )
 from caldera.workers.building import (
     check_stop_tokens,
-    decoder,
     register_sampling_mesh,
     stop_tokens,
     warn_of_length,
@@ -77,15 +76,8 @@ class SamplerWorker(ProfiledWorker):
         warn_of_length(policy, config, LENGTHS)
         check_stop_tokens(policy, config, KEY)
 
-    def use_sampler(self, rollout: Rollout, weight_sync: WeightSync) -> None:
-        """Sample with it from now on."""
-        if self.config.rollout.stop:
-            rollout.decode = decoder(self.config.model)
-        self.rollout = rollout
-        self.weight_sync = weight_sync
-
     def close(self) -> None:
-        if hasattr(self, "rollout"):  # not before `use_sampler`
+        if hasattr(self, "rollout"):  # not before `init_model`
             self.rollout.close()
 
     @register(dispatch_mode=ON_SAMPLER, needs=PROMPTS)
