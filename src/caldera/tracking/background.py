@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from caldera.tracking.loggers import Generation, Logger
@@ -100,7 +101,7 @@ class PromptLogger:
         if backend is None:
             self.losses.add("it is not open")
         else:
-            self.losses.attempt(lambda: task(backend))
+            self.losses.attempt(partial(task, backend))
 
 
 class Background(Generic[Backend]):
@@ -153,22 +154,16 @@ class Background(Generic[Backend]):
             task, count = self._tasks.get()
             if task is None:
                 break
-            self._take(count)
+            with self._lock:
+                self._waiting -= count
+                self._in_hand = count
             if not opened:
                 self.losses.add("it could not be opened", count)
             else:
-                self._do(task, opened[0])
+                self.losses.attempt(partial(task, opened[0]))
             self._in_hand = 0
         if opened:
             self.losses.attempt(opened[0].finish)
-
-    def _take(self, count: int) -> None:
-        with self._lock:
-            self._waiting -= count
-            self._in_hand = count
-
-    def _do(self, task: Callable[[Backend], None], backend: Backend) -> None:
-        self.losses.attempt(lambda: task(backend))
 
 
 class BackgroundLogger(Background[Logger]):

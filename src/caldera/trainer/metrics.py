@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -17,15 +17,11 @@ Metrics: TypeAlias = dict[str, float]
 
 def reduce_metrics(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """One number from several workers' or micro-batches': by name the max, the min or the mean."""
-    reduced: dict[str, float] = {}
-    for name, values in metrics.items():
-        if "max" in name:
-            reduced[name] = float(np.max(values))
-        elif "min" in name:
-            reduced[name] = float(np.min(values))
-        else:
-            reduced[name] = float(np.mean(values))
-    return reduced
+
+    def kind(name: str) -> Callable[[Sequence[float]], Any]:
+        return np.max if "max" in name else np.min if "min" in name else np.mean
+
+    return {name: float(kind(name)(values)) for name, values in metrics.items()}
 
 
 def rank_metrics(output: DataProto) -> dict[str, Any]:

@@ -213,3 +213,9 @@ class TestGdpo:
         inputs = AdvantageInputs(torch.zeros(4, 2), self.MASK, self.UIDS)
         with pytest.raises(ProtocolError, match="'gdpo' needs non_tensor_batch"):
             estimate_advantages("gdpo", inputs, AlgorithmConfig(gdpo_reward_keys=["acc"]))
+
+
+def test_options_may_be_given_by_place_as_verls_are() -> None:
+    rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2)
+    by_place, _ = compute_grpo_outcome_advantage(rewards, mask, ["a", "a"], 1e-6, False)
+    assert by_place.tolist() == [[0.5, 0.5], [-0.5, -0.5]]

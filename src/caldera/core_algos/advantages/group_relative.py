@@ -98,11 +98,12 @@ def of_scores(
             token_level_rewards: Tensor,  # (B, R)
             response_mask: Tensor,  # (B, R)
             index: Uids,  # (B,)
+            *args: Any,
             **options: Any,
         ) -> tuple[Tensor, Tensor]:
             scores = sum_scores(token_level_rewards, response_mask)
             groups = Groups.from_uids(index, scores)
-            advantages = compute(scores, groups, response_mask=response_mask, **options)
+            advantages = compute(scores, groups, *args, response_mask=response_mask, **options)
             on_tokens = spread(advantages, response_mask, token_level_rewards.dtype)
             return on_tokens, on_tokens
 

@@ -32,10 +32,9 @@ from caldera.data import registered_or_own
 from caldera.protocol import DataProto, tensors_of
 from caldera.seeds import derive_seed
 from caldera.trainer.main_ppo import check_responses
+from caldera.trainer.metrics import Metrics
 from caldera.trainer.ppo.metrics import compute_rollout_diff_metrics
 from caldera.trainer.ppo.rewards import rows_with_reward
-
-Metrics = dict[str, float]
 
 
 def check_algorithm(config: PPOTrainerConfig) -> None:

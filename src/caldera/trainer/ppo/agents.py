@@ -36,6 +36,7 @@ from caldera.search_agent.loop import search_metrics
 from caldera.tools.formats import TOOL_PARSERS
 from caldera.tools.loading import load_tools
 from caldera.tools.running import Side, ToolRunner
+from caldera.trainer.metrics import Metrics
 from caldera.workers.sampler import MakeAgents
 
 logger = logging.getLogger(__name__)
@@ -190,7 +191,6 @@ def _check_template(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase
 
 # ---- What the controller does with the trajectories of agent loops
 
-Metrics = dict[str, float]
 SECONDS = ("generate_sequences", "tool_calls", "compute_score")
 DUMPED = ("__num_turns__", "turn_scores", "tool_rewards", "tool_calls", "timeline")
 """Columns of agents that are written beside the responses."""

@@ -30,10 +30,10 @@ from caldera.reward.model_server import RouterUrl
 from caldera.single_controller import Role, WorkerGroup
 from caldera.single_controller._ray import ray_module
 from caldera.single_controller.in_process import InProcessWorkerGroup
+from caldera.trainer.metrics import Metrics
 from caldera.trainer.ppo.agents import DUMPED, facts_in
 from caldera.workers.reward_router import Router
 
-Metrics = dict[str, float]
 Extras = dict[str, list[Any]]
 
 
