@@ -142,6 +142,7 @@ def test_defaults_are_values_that_their_keys_take(schema: type) -> None:
 
 def test_no_key_takes_just_anything() -> None:
     unions = {"train_files", "val_files", "logger", "console_metrics", "save_freq", "test_freq"}
+    unions |= {"callbacks"}
     unions |= {"target_modules", "exclude_modules", "url"}
     unions |= {"rollout_is_threshold", "rollout_rs_threshold"}
     for schema in SCHEMAS.values():
