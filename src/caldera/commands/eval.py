@@ -1,4 +1,4 @@
-"""`caldera eval data.path=FILE`: score a file of answers."""
+"""`caldera eval data.path=FILE`: score a file of responses."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def check_evaluation(config: EvaluationConfig) -> None:
 EVALUATE = ConfigCommand(
     prog="caldera eval",
     description="""\
-Score the answers in a parquet file, as `caldera generate` writes it: by the
-scorer of each row's data source, or by a function of your own. Shows mean@n,
-pass@k, best@k and maj@k with 95 % intervals, and writes a JSON file and a page
-with the answers that do not pass.
+Score the responses in a parquet file, as `caldera generate` writes it: by the
+scorer of each row's data source, or by a custom function. Shows mean@n, pass@k,
+best@k and maj@k with 95 % intervals, and writes a JSON file and a page with the
+responses that do not pass.
 
   caldera eval data.path=out.parquet
   caldera eval data.path=new.parquet data.compare_path=old.parquet

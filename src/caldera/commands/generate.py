@@ -1,4 +1,4 @@
-"""`caldera generate model.path=MODEL data.path=FILE ...`: sample answers to a file of prompts."""
+"""`caldera generate model.path=MODEL data.path=FILE ...`: sample responses to a file of prompts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def run_generation(config: GenerationConfig) -> None:
 GENERATE = ConfigCommand(
     prog="caldera generate",
     description="""\
-Sample answers to the prompts in a file: its columns, and `responses` with the
-answers to each prompt, are written to a parquet file that `caldera eval` scores.
-A run that was ended goes on when the same command is given again.
+Sample responses to the prompts in a file: its columns, and `responses` with those
+to each prompt, are written to a parquet file that `caldera eval` scores. A run
+that was killed resumes when the same command is given again.
 
   caldera generate model.path=MODEL data.path=test.parquet data.output_path=out.parquet
   caldera generate model.path=MODEL data.path=test.parquet data.output_path=out.parquet \\

@@ -42,8 +42,8 @@ def train(config: PPOTrainerConfig) -> None:
 TRAIN = ConfigCommand(
     prog="caldera train",
     description="""\
-Train a language model by reinforcement learning: it answers prompts, the answers
-are scored, and it learns from the scores.
+Train a language model by reinforcement learning: it responds to prompts, the
+responses are scored, and it learns from the scores.
 
   caldera train algorithm.adv_estimator=grpo data.train_files=train.jsonl \\
     actor_rollout_ref.model.path=MODEL custom_reward_function.path=reward.py \\
