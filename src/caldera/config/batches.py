@@ -107,8 +107,6 @@ def check_batches(config: PPOTrainerConfig) -> None:
         if getattr(part.node, part.dynamic_key) is None:
             sizes = [other.size for other in parts if other.node is part.node]
             setattr(part.node, part.dynamic_key, sizes == [None] * len(sizes))
-    if config.data.train_batch_size is not None:  # else it takes the number of rows
-        choose_batch_sizes(config, None)
     _check_mini_batches(config)
     for part in needed_micro_batches(config):
         _check_micro_batch(part, config)

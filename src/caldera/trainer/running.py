@@ -112,6 +112,8 @@ def tell_end(config: RunConfig) -> None:
     print_line(f"Run:        {folder}")
     if saved is not None:
         print_line(f"Checkpoint: {folder / step_folder(saved)}")
+    elif config.trainer.save_freq == -1 and not getattr(config.trainer, "val_only", False):
+        print_line("Checkpoint: none, as trainer.save_freq=-1 says; a number of steps saves them")
     if (folder / "metrics.jsonl").is_file():
         print_line(f"Its page:   caldera report {shlex.quote(str(folder))}")
 
