@@ -255,7 +255,7 @@ def test_help_of_a_group_or_a_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert "algorithm.kl_ctrl.target_kl=0.1  (float)" in capsys.readouterr().out
     assert main(["--help", "train_batch_size"]) == 0
     shown = capsys.readouterr().out
-    assert "data.train_batch_size=1024  (int, prompts)" in shown
+    assert "data.train_batch_size=null  (int or null, prompts)" in shown
     assert "algorithm" not in shown
     assert main(["--help", "no.such.key"]) == 0
     assert "no key 'no.such.key'" in capsys.readouterr().out
@@ -268,7 +268,7 @@ def test_the_short_profile_is_a_config_file(
     arguments = lab.overrides(tmp_path / "run")
     assert main(["--cfg", "short", *arguments]) == 0
     text = capsys.readouterr().out
-    assert "# int, prompts, default 1024. Prompts per training step." in text
+    assert "# int or null, prompts, default null. Prompts per training step;" in text
     (tmp_path / "mine.yaml").write_text(f"defaults: [ppo_trainer, _self_]\n{text}")
     mine = load_config([], "mine", str(tmp_path))
     plain = load_config(arguments)
