@@ -78,18 +78,9 @@ def _stack(key: str, values: list[Any]) -> torch.Tensor:
 TRUNCATION_MODES = ("error", "left", "right", "middle")
 
 
-def left_pad(
-    rows: Sequence[Sequence[float]],
-    length: int,
-    pad_value: float,
-    dtype: torch.dtype = torch.int64,
-) -> torch.Tensor:
-    """Rows of at most `length` values as one (B, length) tensor, padding before the values."""
-    padded = torch.full((len(rows), length), pad_value, dtype=dtype)
-    for target, row in zip(padded, rows, strict=True):
-        assert len(row) <= length, f"a row of {len(row)} values cannot be padded to {length}"
-        target[length - len(row) :] = torch.tensor(row, dtype=dtype)
-    return padded
+def left_pad(rows: Sequence[Sequence[float]], length: int, pad_value: float) -> torch.Tensor:
+    """Rows of at most `length` tokens as one (B, length) tensor, padding before the values."""
+    return right_pad([row[::-1] for row in rows], length, pad_value).flip(1)
 
 
 def right_pad(

@@ -77,22 +77,6 @@ def invalid_text() -> str:
 # ---- One trajectory of the search agent: the policy generates, searches, reads, and answers
 
 
-@dataclass(frozen=True)
-class SearchSettings:
-    """The limits of a trajectory, in tokens but for the turns."""
-
-    max_turns: int
-    """Turns in which the policy may search; one more follows, in which it can only answer."""
-    max_answer_length: int
-    """Policy tokens of one turn."""
-    max_obs_length: int
-    """Environment tokens of one turn."""
-    max_response_length: int
-    """Tokens of all turns together, the environment's included."""
-    start_marker: str = "<information>"
-    end_marker: str = "</information>"
-
-
 @dataclass
 class SearchTrajectory(ResponseTokens):
     """The tokens after the prompt, and what the policy did."""
@@ -115,11 +99,16 @@ class LLMGenerationManager:
         self,
         tokenizer: PreTrainedTokenizerBase,
         client: RetrieverClient,
-        settings: SearchSettings,
+        config: PPOTrainerConfig,
     ) -> None:
         self._tokenizer = tokenizer
         self._client = client
-        self._settings = settings
+        self._config = config
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of all turns together, the environment's included."""
+        return self._config.actor_rollout_ref.rollout.response_length
 
     async def run_llm_loop(
         self, server: ServerManager, prompt_ids: Sequence[int], params: Mapping[str, Any]
@@ -127,8 +116,8 @@ class LLMGenerationManager:
         """One trajectory from a prompt to an answer, or to a limit."""
         trajectory = SearchTrajectory()
         request_id = uuid.uuid4().hex
-        for turn in range(self._settings.max_turns + 1):
-            can_search = turn < self._settings.max_turns
+        for turn in range(self._config.max_turns + 1):  # in the last it can only answer
+            can_search = turn < self._config.max_turns
             text = await self._speak(server, request_id, prompt_ids, params, trajectory)
             action = None if text is None else read_action(text)
             if action is not None and (can_search or action.kind == "answer"):
@@ -149,9 +138,8 @@ class LLMGenerationManager:
         trajectory: SearchTrajectory,
     ) -> str | None:
         """The policy's turn; None if there is no room for one."""
-        settings = self._settings
-        room = settings.max_response_length - len(trajectory.response_ids)
-        limits = {"max_tokens": min(settings.max_answer_length, room), "stop": STOPS}
+        room = self._most_tokens - len(trajectory.response_ids)
+        limits = {"max_tokens": min(self._config.data.max_response_length, room), "stop": STOPS}
         context = [*prompt_ids, *trajectory.response_ids]
         answer = await server.generate(request_id, context, {**params, **limits})
         if not answer.token_ids or answer.stop_reason == "abort":
@@ -165,13 +153,13 @@ class LLMGenerationManager:
         self, server: ServerManager, action: Action | None, trajectory: SearchTrajectory
     ) -> bool:
         """Put an observation behind what was said; False if there is no room to go on."""
-        settings = self._settings
-        text = invalid_text()
+        text, markers = invalid_text(), self._config.algorithm.state_masking
         if action is not None:
             found = await self._search(server, action.content, trajectory)
-            text = observation(found, settings.start_marker, settings.end_marker)
-        ids = self._tokenizer.encode(text, add_special_tokens=False)[: settings.max_obs_length]
-        if len(trajectory.response_ids) + len(ids) >= settings.max_response_length:
+            text = observation(found, markers.start_state_marker, markers.end_state_marker)
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = ids[: self._config.data.max_obs_length]
+        if len(trajectory.response_ids) + len(ids) >= self._most_tokens:
             return False
         trajectory.append(ids)
         return True
@@ -261,7 +249,7 @@ class SearchAgentLoop(AgentLoopBase):
         prompt_ids = truncate(ids, data.max_prompt_length, data.truncation)
         # The tasks of a process share its connections.
         client = _client(retriever.url, retriever.topk)
-        manager = LLMGenerationManager(self.tokenizer, client, search_settings(self.config))
+        manager = LLMGenerationManager(self.tokenizer, client, self.config)
         done = await manager.run_llm_loop(self.server_manager, prompt_ids, sampling_params)
         found = done.valid_searches - done.failed_searches
         calls = {"search/ok": found, "search/error": done.failed_searches}
@@ -274,19 +262,6 @@ class SearchAgentLoop(AgentLoopBase):
             extra_fields=facts_of(done),
             tool_calls={name: count for name, count in calls.items() if count},
         )
-
-
-def search_settings(config: PPOTrainerConfig) -> SearchSettings:
-    """The limits that a config sets."""
-    markers = config.algorithm.state_masking
-    return SearchSettings(
-        max_turns=config.max_turns,
-        max_answer_length=config.data.max_response_length,
-        max_obs_length=config.data.max_obs_length,
-        max_response_length=config.actor_rollout_ref.rollout.response_length,
-        start_marker=markers.start_state_marker,
-        end_marker=markers.end_state_marker,
-    )
 
 
 @cache

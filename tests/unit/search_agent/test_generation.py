@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from caldera.agent_loop.base import ServerManager, TokenOutput
 from caldera.agent_loop.output import Timeline
+from caldera.config import PPOTrainerConfig
 from caldera.search_agent.loop import (
     STOPS,
     Action,
     LLMGenerationManager,
-    SearchSettings,
     SearchTrajectory,
     facts_of,
     invalid_text,
@@ -27,10 +27,17 @@ from caldera.search_agent.loop import (
 )
 from caldera.tools.search import Document, RetrievalFailed, RetrieverClient
 
-ROOMY = SearchSettings(
-    max_turns=2, max_answer_length=100, max_obs_length=500, max_response_length=2000
-)
 PROMPT = [1, 2, 3]
+
+
+def limits(answer: int, observation: int, together: int) -> PPOTrainerConfig:
+    config = PPOTrainerConfig(max_turns=2)
+    config.data.max_response_length, config.data.max_obs_length = answer, observation
+    config.actor_rollout_ref.rollout.response_length = together
+    return config
+
+
+ROOMY = limits(100, 500, 2000)
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +85,10 @@ class Library:
 
 
 def run(
-    tokenizer: PreTrainedTokenizerBase, script: Sequence[str], settings: SearchSettings = ROOMY
+    tokenizer: PreTrainedTokenizerBase, script: Sequence[str], config: PPOTrainerConfig = ROOMY
 ) -> tuple[SearchTrajectory, Policy, Library]:
     policy, library = Policy(tokenizer, script), Library()
-    manager = LLMGenerationManager(tokenizer, cast(RetrieverClient, library), settings)
+    manager = LLMGenerationManager(tokenizer, cast(RetrieverClient, library), config)
     servers = cast(ServerManager, policy)
     done = asyncio.run(manager.run_llm_loop(servers, PROMPT, {"temperature": 0.5}))
     assert len(done.response_ids) == len(done.response_mask) == len(done.response_logprobs)
@@ -137,8 +144,8 @@ def test_a_failing_service_is_told_the_policy(tokenizer: PreTrainedTokenizerBase
 
 def test_limits_of_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     search = "<search>a</search>"
-    settings = SearchSettings(2, len(search), 5, 2 * len(search) + 5 + 3)
-    done, policy, _ = run(tokenizer, [search, search + "cut off", "never said"], settings)
+    config = limits(len(search), 5, 2 * len(search) + 5 + 3)
+    done, policy, _ = run(tokenizer, [search, search + "cut off", "never said"], config)
     assert tokenizer.decode(done.response_ids) == search + "\n\n<in" + search
     assert [params["max_tokens"] for params in policy.params] == [len(search)] * 2
     assert sum(done.response_mask) == 2 * len(search), "no room for what the second search brought"
