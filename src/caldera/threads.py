@@ -1,4 +1,4 @@
-"""Blocking functions, awaited."""
+"""Code of others, awaited: blocking functions, and whether it was cancelled or only gave up."""
 
 from __future__ import annotations
 
@@ -48,3 +48,9 @@ def _raisable(error: BaseException) -> Exception:
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def is_cancelled() -> bool:
+    """Whether somebody has cancelled the task that runs."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -9,11 +9,13 @@ import math
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
 from caldera.data.importing import load_class
 from caldera.errors import ConfigError, DataError
 from caldera.storage.paths import read_yaml
+from caldera.threads import is_cancelled
 
 Message = dict[str, Any]
 Reply = tuple[bool, str, float | None, dict[str, Any]]
@@ -148,23 +150,25 @@ class Conversation:
     async def begin(self) -> bool:
         """False if the interaction cannot begin: this trajectory has none."""
         start = self.interaction.start_interaction
-        begun = await self._try(start, self._instance, **self._kwargs)
-        if isinstance(begun, _Failed):
+        try:
+            self._instance = await self._try(start, self._instance, **self._kwargs)
+        except _Failed:
             return False
-        self._instance, self._has_begun = begun, True
+        self._has_begun = True
         return True
 
     async def answer(self, messages: Sequence[Message]) -> tuple[bool, str, float | None]:
         """(whether it is over, the reply to the last message, that message's score or None)."""
-        answered = await self._try(self._answer, messages)
-        if isinstance(answered, _Failed):
-            return False, f"Error when answering: {answered.told}", 0.0
-        return answered
+        try:
+            return await self._try(self._answer, messages)
+        except _Failed as failed:
+            return False, f"Error when answering: {failed}", 0.0
 
     async def end(self) -> None:
         """Let go of the conversation, if there is one."""
         if self._has_begun:
-            await self._try(self.interaction.finalize_interaction, self._instance)
+            with suppress(_Failed):
+                await self._try(self.interaction.finalize_interaction, self._instance)
 
     async def _answer(self, messages: Sequence[Message]) -> tuple[bool, str, float | None]:
         reply = await self.interaction.generate_response(self._instance, messages, **self._kwargs)
@@ -184,7 +188,7 @@ class Conversation:
 
     async def _try(
         self, work: Callable[..., Awaitable[Result]], *args: Any, **kwargs: Any
-    ) -> Result | _Failed:
+    ) -> Result:
         limit = asyncio.timeout(self.interaction.timeout)
         try:
             async with limit:
@@ -192,30 +196,21 @@ class Conversation:
         except MISTAKES_OF_THE_RUN:
             raise
         except asyncio.CancelledError as error:
-            if _is_cancelled():  # and not just something that the interaction itself waited for
+            if is_cancelled():  # and not just something that the interaction itself waited for
                 raise
-            return self._failed(error, "error", "it was given up")
+            outcome, told, cause = "error", "it was given up", error
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- of the interaction's own code
+            outcome, told, cause = "error", str(error) or type(error).__name__, error
             if limit.expired():
+                outcome = "timeout"
                 told = f"there was no answer within {self.interaction.timeout:g} s"
-                return self._failed(error, "timeout", told)
-            return self._failed(error, "error", str(error) or type(error).__name__)
-
-    def _failed(self, error: BaseException, outcome: str, told: str) -> _Failed:
         self.failures[outcome] = self.failures.get(outcome, 0) + 1
-        _report(self.interaction, error)
-        return _Failed(told)
+        _report(self.interaction, cause)
+        raise _Failed(told)
 
 
-class _Failed:
-    def __init__(self, told: str) -> None:
-        self.told = told
-
-
-def _is_cancelled() -> bool:
-    """Whether somebody has cancelled the task that runs."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+class _Failed(Exception):
+    """The interaction did; the text is for the policy."""
 
 
 _reported: set[tuple[str, type[BaseException]]] = set()

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 from caldera.errors import ConfigError
 from caldera.http_client import Retries
+from caldera.threads import is_cancelled
 from caldera.tools.base import BaseTool, ToolResponse, encodable
 from caldera.tools.formats import FunctionCall
 from caldera.tools.schemas import fit_arguments
@@ -125,7 +126,7 @@ class ToolRunner:
             told = f"{tool.name} did not answer within {tool.limits.timeout:g} s"
             return self._refusal(tool.name, "timeout", told, seconds)
         except asyncio.CancelledError:
-            if _is_cancelled():  # and not just something that the tool itself waited for
+            if is_cancelled():  # and not just something that the tool itself waited for
                 raise
             seconds = time.perf_counter() - start
             return self._refusal(tool.name, "error", "the call was given up", seconds)
@@ -249,12 +250,6 @@ def _named(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_named(item) for item in value]
     return value
-
-
-def _is_cancelled() -> bool:
-    """Whether somebody has cancelled the task that runs."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _object(arguments: str) -> dict[str, Any]:
