@@ -210,6 +210,7 @@ class HttpServer:
     async def _end(self) -> None:
         self._server.close()
         for task, connection in self._connections.items():
+            connection.takes_more = False
             if connection.is_idle:
                 task.cancel()
         if self._connections:
@@ -262,15 +263,15 @@ class _Connection:
         writer.transport.set_write_buffer_limits(0)  # what is drained has been taken
         self._protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
         self._moved = 0
-        self.is_idle = True
+        self.is_idle = self.takes_more = True
 
     async def serve(self) -> None:
         """Its requests, one after the other."""
         patience = SECONDS_FOR_HEADERS
         try:
-            goes_on = True
-            while goes_on and await self._is_asked(patience):
-                goes_on = await self._serve_one()
+            while self.takes_more and await self._is_asked(patience):
+                if not await self._serve_one():
+                    self.takes_more = False
                 patience = SECONDS_BETWEEN_REQUESTS
                 if self._moved > LARGE_BYTES:
                     await asyncio.to_thread(trim_heap)

@@ -198,7 +198,8 @@ class Conversation:
         except asyncio.CancelledError as error:
             if is_cancelled():  # and not just something that the interaction itself waited for
                 raise
-            outcome, told, cause = "error", "it was given up", error
+            outcome, told = "error", "it was given up"
+            cause: BaseException = error
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- of the interaction's own code
             outcome, told, cause = "error", str(error) or type(error).__name__, error
             if limit.expired():

@@ -397,6 +397,17 @@ def test_the_heap_shrinks() -> None:
     assert int(done.stdout) > 100_000, done.stderr
 
 
+def test_a_server_ends_at_once_where_connections_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "SECONDS_TO_END", 600.0)
+    for _ in range(20):  # a reply has only just gone out
+        with ExitStack() as stack:
+            with serving(1) as address:
+                client = stack.enter_context(socket.create_connection(address, timeout=60))
+                client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+                assert read_reply(client).endswith(b'"x"')
+            assert read_all(client) == b""
+
+
 @contextmanager
 def serving(size: int) -> Iterator[tuple[str, int]]:
     """A server whose answers have that many bytes."""
