@@ -126,7 +126,7 @@ class Step:
             compiles=on_gpu,
             gradient_checkpointing=case.is_default,
         )
-        self.engine = LocalEngine(model, case.device, memory, options.optim, options=options)
+        self.engine = LocalEngine(model, case.device, options)
         rollout = RolloutConfig(
             dtype="bfloat16", gpu_memory_utilization=0.9, max_model_len=case.length
         )

@@ -134,7 +134,7 @@ def sampler_of(name: str, module: nn.Module) -> Rollout:
 def engine_of(module: nn.Module) -> LocalEngine:
     memory = FSDPConfig(model_dtype="bf16", dtype="bfloat16")
     options = EngineOptions(memory, OptimizerConfig(lr=1e-5), 1.0)
-    return LocalEngine(module, CUDA, memory, options.optim, options=options)
+    return LocalEngine(module, CUDA, options)
 
 
 def rows_of(work: list[Request], answers: list[Completion]) -> DataProto:

@@ -165,7 +165,7 @@ class Bench:
         self.clean()
         dtype = torch.bfloat16 if options.memory.model_dtype == "bf16" else torch.float32
         model = build(self.config, ATTENTION, dtype, self.device.type)
-        engine = LocalEngine(model, self.device, options.memory, options.optim, options=options)
+        engine = LocalEngine(model, self.device, options)
         yield engine
 
     def clean(self) -> None:

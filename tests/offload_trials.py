@@ -17,7 +17,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 from caldera.config import load_config, resolve_for_machine
 from caldera.demo.arithmetic import build_model, build_tokenizer
-from caldera.engine.fsdp2 import Fsdp2Layout
+from caldera.engine.fsdp2 import Fsdp2Engine
 from caldera.protocol import DataProto
 from caldera.workers import ActorRolloutRefWorker, CriticWorker
 
@@ -153,14 +153,14 @@ def ranks_meet(rank: int, ranks: int, folder: Path) -> Iterator[None]:
 def moves_are_real() -> Iterator[None]:
     """A CPU has one memory; here what moves gets another place in it, and its old one is spoiled,
     as if it had gone to another device."""
-    flat_param_to, move = FlatParamHandle.flat_param_to, Fsdp2Layout.move
+    flat_param_to, move = FlatParamHandle.flat_param_to, Fsdp2Engine._move
 
     def copy_flat(self: FlatParamHandle, *args: Any, **options: Any) -> None:
         before = self.flat_param.data
         flat_param_to(self, *args, copy=True, **options)
         before.fill_(torch.nan)
 
-    def copy_parts(self: Fsdp2Layout, device: torch.device) -> None:
+    def copy_parts(self: Fsdp2Engine, device: torch.device) -> None:
         move(self, device)
         parts: Any = self.packed.parameters()  # DTensors
         before = [part.to_local() for part in parts]
@@ -170,7 +170,7 @@ def moves_are_real() -> Iterator[None]:
 
     with (
         patch.object(FlatParamHandle, "flat_param_to", copy_flat),
-        patch.object(Fsdp2Layout, "move", copy_parts),
+        patch.object(Fsdp2Engine, "_move", copy_parts),
     ):
         yield
 

@@ -227,7 +227,7 @@ def test_the_ratio_is_one(family: str, temperature: float) -> None:
     module = build(family, torch.bfloat16)
     memory = FSDPConfig(model_dtype="bf16", dtype="bfloat16")
     options = EngineOptions(memory, OptimizerConfig(lr=1e-3), 1.0)
-    engine = LocalEngine(module, CUDA, memory, options.optim, options=options)
+    engine = LocalEngine(module, CUDA, options)
     work = requests(temperature=temperature, ignore_eos=True)
     keys = {"enable_chunked_prefill": True, "max_num_batched_tokens": 100}
     for own in ({}, keys, {"kv_cache_blocks": 40, "enable_prefix_caching": True}):

@@ -123,8 +123,8 @@ class Trained:
 
     def whole(self) -> dict[str, Any]:
         """Everything that a checkpoint should keep, gathered."""
-        found: dict[str, Any] = dict(model_tensors(self.root, "inner."))
-        state = optimizer_state(self.root, self.optimizer, "inner.")
+        found: dict[str, Any] = dict(model_tensors(self.root))
+        state = optimizer_state(self.root, self.optimizer)
         for name, kept in state.values.items():
             found |= {f"{name} {key}": value for key, value in kept.items()}
         found["rates"] = [group["lr"] for group in state.groups]
@@ -204,7 +204,7 @@ class Layouts(Worker):
         """What FullyShardedDataParallel makes of a model without a device mesh."""
         root = FullyShardedDataParallel(Root(_model(0, False)), device_id=torch.device("cpu"))
         name = f"model_world_size_{self.world_size}_rank_{self.rank}.pt"
-        torch.save(model_tensors(root, "inner."), folder / name)
+        torch.save(model_tensors(root), folder / name)
 
     @register(Dispatch.ONE_TO_ALL)
     def failure_to_load(self, folder: Path) -> str:

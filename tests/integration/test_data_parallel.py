@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from caldera.config import FSDPConfig, OptimizerConfig, load_config, resolve_for_machine
 from caldera.core_algos import LossScale
 from caldera.demo.arithmetic import build_model, build_tokenizer
-from caldera.engine import ForwardPlan, LocalEngine, Outputs
-from caldera.engine import layout as ranks_module
+from caldera.engine import EngineOptions, ForwardPlan, LocalEngine, Outputs
+from caldera.engine import local as ranks_module
 from caldera.errors import ConfigError
 from caldera.protocol import DataProto
 from caldera.protocol.balance import micro_batches_by_tokens
@@ -195,7 +195,7 @@ def train_odd_model(rank: int) -> Result:
     """A parameter without gradient on some ranks, and a loss that is NaN on one."""
     module = PartlyUsed()
     optim = OptimizerConfig(optimizer="SGD", lr=1.0, weight_decay=0.5)
-    engine = LocalEngine(module, torch.device("cpu"), FSDPConfig(), optim)
+    engine = LocalEngine(module, torch.device("cpu"), EngineOptions(FSDPConfig(), optim))
     plan = ForwardPlan(("log_probs",), False, 4, None)
 
     def loss_fn(factor: float) -> Callable[..., Any]:

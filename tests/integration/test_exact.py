@@ -106,7 +106,7 @@ def test_any_schedule_and_any_split_give_the_same_bits(data: st.DataObject) -> N
         "kv_cache_blocks": data.draw(st.sampled_from([None, 9])),
     }
     rollout = NativeRollout(config(**keys), module, CPU)
-    engine = LocalEngine(module, CPU, FSDPConfig(), None)
+    engine = LocalEngine(module, CPU, EngineOptions(FSDPConfig()))
     temperature = data.draw(st.sampled_from([1.0, 0.7]))
     starts = [[seed + 1] * length for seed, length in enumerate((2, 17, 40))]
     for turn in range(2):
@@ -137,7 +137,7 @@ def test_the_first_step_of_training_has_a_ratio_of_one(checkpointing: bool) -> N
     rollout = NativeRollout(config(), module, CPU)
     optim = OptimizerConfig(optimizer="SGD", lr=0.1, weight_decay=0.0)
     options = EngineOptions(FSDPConfig(), optim, gradient_checkpointing=checkpointing)
-    engine = LocalEngine(module, CPU, FSDPConfig(), optim, options=options)
+    engine = LocalEngine(module, CPU, options)
     requests = [Request([seed + 1] * (5 * seed + 1), SamplingParams(20), seed) for seed in range(6)]
     for step in range(2):
         batch = as_batch(requests, rollout.generate(requests))
@@ -161,7 +161,7 @@ def test_gradients_are_those_of_ordinary_training() -> None:
             NativeRollout(config(), module, CPU)
         optim = OptimizerConfig(optimizer="SGD", lr=1.0, weight_decay=0.0)
         before = [parameter.detach().clone() for parameter in module.parameters()]
-        engine = LocalEngine(module, CPU, FSDPConfig(), optim)
+        engine = LocalEngine(module, CPU, EngineOptions(FSDPConfig(), optim))
         requests = [Request([3, 4, 5 + row], SamplingParams(9), row) for row in range(5)]
         completions = [Completion([7, row + 1, 9], [0.0] * 3, "stop", 0) for row in range(5)]
         plan = ForwardPlan(LOG_PROBS, False, 2, None)
@@ -184,7 +184,7 @@ def test_another_precision_or_sampler_is_refused() -> None:
         HFRollout(config(), build("llama"), CPU)
     module = build("llama")
     NativeRollout(config(), module, CPU)
-    engine = LocalEngine(module, CPU, FSDPConfig(dtype="bfloat16"), None)
+    engine = LocalEngine(module, CPU, EngineOptions(FSDPConfig(dtype="bfloat16")))
     requests = [Request([3, 4], SamplingParams(3), 0)]
     batch = as_batch(requests, [Completion([5], [0.0], "stop", 0)])
     with pytest.raises(UnsupportedError, match=r"exact=True: fsdp_config.dtype"):
@@ -208,7 +208,9 @@ def test_a_real_model(dtype: torch.dtype) -> None:
         for row in range(5)
     ]
     batch = as_batch(requests, rollout.generate(requests))
-    engine = LocalEngine(module, CPU, FSDPConfig(model_dtype=str(dtype).partition(".")[2]), None)
+    engine = LocalEngine(
+        module, CPU, EngineOptions(FSDPConfig(model_dtype=str(dtype).partition(".")[2]))
+    )
     for size in (2, 5):
         found = engine.infer(batch, ForwardPlan(LOG_PROBS, False, size, None))["log_probs"]
         assert torch.equal(found, rollout_log_probs(batch))

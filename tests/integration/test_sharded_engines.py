@@ -180,7 +180,7 @@ def train(model: str, kind: str, settings: Settings, more: list[str]) -> Result:
     engine = engine_of(worker)
     first = evaluate(worker)
     curve = [update(worker) for _ in range(UPDATES)]
-    parameters = [p for p in engine._layout.root.parameters()]
+    parameters = [p for p in engine.root.parameters()]
     return {
         "dp_rank": engine.dp_rank,
         "is_dp_leader": engine.is_dp_leader,

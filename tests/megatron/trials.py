@@ -142,7 +142,7 @@ def options_of(kind: str, megatron: MegatronConfig | None, optim: str) -> Engine
 
 def build_local(family: str, kind: str, optim: str = "adam") -> Engine:
     options = options_of(kind, None, optim)
-    return LocalEngine(make_model(family, kind), HOST, MEMORY, options.optim, options=options)
+    return LocalEngine(make_model(family, kind), HOST, options)
 
 
 def source_of(model: nn.Module) -> WeightSource:

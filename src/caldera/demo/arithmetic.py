@@ -23,7 +23,7 @@ from transformers import (
 from caldera.config import FSDPConfig, OptimizerConfig, RolloutConfig
 from caldera.core_algos import LossScale
 from caldera.data import compute_position_ids, left_pad, right_pad, tokenize_chat
-from caldera.engine import ForwardPlan, LocalEngine, Outputs
+from caldera.engine import EngineOptions, ForwardPlan, LocalEngine, Outputs
 from caldera.models.attention import ATTENTION
 from caldera.protocol import DataProto, tensors_of
 from caldera.rollout.base import Request, SamplingParams
@@ -131,7 +131,7 @@ def warm_start(
     differently. Returns the accuracy reached.
     """
     memory, optim = FSDPConfig(dtype="float32"), OptimizerConfig(lr=2e-3)
-    engine = LocalEngine(model, torch.device("cpu"), memory, optim, grad_clip=1.0)
+    engine = LocalEngine(model, torch.device("cpu"), EngineOptions(memory, optim, grad_clip=1.0))
     sampler = NativeRollout(
         RolloutConfig(dtype="float32", max_model_len=MOST_TOKENS), model, torch.device("cpu")
     )

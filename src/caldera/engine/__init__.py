@@ -12,8 +12,8 @@ from caldera.engine.base import (
     OutputName,
     Outputs,
 )
-from caldera.engine.fsdp1 import Fsdp1Layout
-from caldera.engine.fsdp2 import Fsdp2Layout
+from caldera.engine.fsdp1 import Fsdp1Engine
+from caldera.engine.fsdp2 import Fsdp2Engine
 from caldera.engine.local import LocalEngine
 from caldera.engine.megatron import build_megatron
 
@@ -22,8 +22,8 @@ __all__ = [
     "Engine",
     "EngineOptions",
     "ForwardPlan",
-    "Fsdp1Layout",
-    "Fsdp2Layout",
+    "Fsdp1Engine",
+    "Fsdp2Engine",
     "LocalEngine",
     "LossAndMetrics",
     "LossFn",

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from caldera.config import CheckpointConfig, FSDPConfig, OptimizerConfig
 from caldera.config.megatron import MegatronConfig
 from caldera.core_algos import LossScale
 from caldera.models.flops import Arithmetic
 from caldera.models.pretrained import WeightSource
-from caldera.protocol import DataProto
+from caldera.protocol import DataProto, tensors_of
+from caldera.protocol.balance import micro_batches_by_count, micro_batches_by_tokens
 from caldera.registry import Registry
 
 if TYPE_CHECKING:
     from caldera.engine.packed_model import PackedRows
+    from caldera.engine.saving import RoleCheckpoint
 
 OutputName = Literal["log_probs", "entropy", "sum_pi_squared", "full_kl", "values", "scores"]
 
@@ -92,7 +96,11 @@ class EngineOptions:
 
 
 class Engine(ABC):
-    """The seam between roles and training back ends."""
+    """The seam between roles and training back ends.
+
+    Rows of a mini-batch are split among `dp_size` ranks. Ranks that share tokens or matrices have
+    the same rows.
+    """
 
     device: torch.device
     module: nn.Module
@@ -100,17 +108,20 @@ class Engine(ABC):
     is_whole: bool
     """Whether this rank holds all of every parameter."""
     arithmetic: Arithmetic
-    version: int
+    version: int = 0
     """Changes whenever the weights may have changed."""
-    dp_rank: int
-    dp_size: int
+    dp_rank: int = 0
+    dp_size: int = 1
     """This rank's place among the ranks that have different rows of a mini-batch."""
-    is_dp_leader: bool
+    is_dp_leader: bool = True
     """Whether this rank represents the ranks that have the same rows."""
-    model_parallel_size: int
+    model_parallel_size: int = 1
     """How many have the same rows, and share the work on them."""
-    sequence_parallel_size: int
+    sequence_parallel_size: int = 1
     """How many of these share tokens; the others share matrices."""
+    _checkpoint: RoleCheckpoint
+    _schedule: LRScheduler | None = None
+    """Of the learning rate; None: the model is frozen."""
 
     @abstractmethod
     def infer(self, batch: DataProto, plan: ForwardPlan) -> Outputs:
@@ -142,28 +153,7 @@ class Engine(ABC):
     def adapter_weights(self) -> dict[str, Tensor]:
         """The full tensors of the adapter, under peft's names; every rank must ask."""
 
-    @abstractmethod
-    def load(self, folder: Path, contents: list[str]) -> None:
-        """Read back what `save` wrote, on this or another number of ranks, by any engine."""
-
-    @abstractmethod
-    def save(self, folder: Path, contents: list[str]) -> None:
-        """Write model, optimiser and the rest of the state into the folder.
-
-        Every rank calls it. When it returns, the weights may change; the folder is complete once
-        `wait_for_save` has returned on all ranks.
-        """
-
-    @abstractmethod
-    def is_saved(self) -> bool:
-        """Whether the last `save` has written everything, so that `wait_for_save` need not wait."""
-
-    @abstractmethod
-    def wait_for_save(self) -> None:
-        """Return, or raise what went wrong, once the last `save` has written everything."""
-
-    @abstractmethod
-    def rest(self) -> None:
+    def rest(self) -> None:  # noqa: B027 -- most have gathered nothing
         """Give back what passes without gradients have gathered."""
 
     @abstractmethod
@@ -173,6 +163,83 @@ class Engine(ABC):
     @abstractmethod
     def offload(self) -> None:
         """Send parameters and optimiser state to host memory where the config asks for it."""
+
+    # ---- checkpoints
+
+    def save(self, folder: Path, contents: list[str]) -> None:
+        """Write model, optimiser and the rest of the state into the folder.
+
+        Every rank calls it. When it returns, the weights may change; the folder is complete once
+        `wait_for_save` has returned on all ranks.
+        """
+        schedule = None if self._schedule is None else self._schedule.state_dict()
+        self._checkpoint.save(folder, contents, schedule, self.version)
+        if "hf_model" in contents:
+            self._checkpoint.save_hugging_face(folder, self.export_weights())
+        if not self._checkpoint.is_asynchronous and ranks() > 1:
+            dist.barrier()
+
+    def is_saved(self) -> bool:
+        """Whether the last `save` has written everything, so that `wait_for_save` need not wait."""
+        return self._checkpoint.is_saved()
+
+    def wait_for_save(self) -> None:
+        """Return, or raise what went wrong, once the last `save` has written everything."""
+        self._checkpoint.wait()
+
+    def load(self, folder: Path, contents: list[str]) -> None:
+        """Read back what `save` wrote, on this or another number of ranks, by any engine."""
+        extra = self._checkpoint.load(folder, contents)
+        if extra is not None:
+            self.version = extra["version"]
+            if self._schedule is not None:
+                self._schedule.load_state_dict(extra["lr_scheduler"])
+                self._apply_rate()
+
+    @abstractmethod
+    def _apply_rate(self) -> None:
+        """Give the schedule's learning rate to the optimiser, which may not have been read back."""
+
+    # ---- one mini-batch
+
+    def _loss_scale(self, mask: Tensor) -> LossScale:
+        """The counts of the mini-batch whose rows on this rank have this loss mask (B, R)."""
+        scale = LossScale.from_mask(mask, self.dp_size)
+        if self.dp_size * self.model_parallel_size == 1:
+            return scale
+        own = (scale.batch_num_tokens, scale.global_batch_size)
+        counts = torch.stack([torch.as_tensor(count) for count in own])
+        dist.all_reduce(counts)  # on the host: rows are still there
+        counts //= self.model_parallel_size  # ranks that have the same rows have counted them too
+        tokens, rows = counts.to(self.device, non_blocking=True)
+        return replace(scale, batch_num_tokens=tokens, global_batch_size=rows)
+
+    def _micro_batches(self, batch: DataProto, plan: ForwardPlan) -> list[list[int]]:
+        """The rows of each."""
+        together = plan.rows_together
+        if not plan.by_tokens:
+            assert plan.micro_batch_size is not None, "the config's check asks for it"
+            return micro_batches_by_count(len(batch), plan.micro_batch_size, together)
+        assert plan.max_tokens is not None
+        most = plan.max_tokens * self.sequence_parallel_size
+        lengths = tensors_of(batch)["attention_mask"].sum(1).tolist()
+        cut = micro_batches_by_tokens(lengths, most, together=together)
+        needed = self._least_micro_batches(len(cut))
+        if len(cut) < needed <= len(batch) // together:
+            return micro_batches_by_tokens(lengths, most, needed, together)
+        return cut
+
+    def _least_micro_batches(self, own: int) -> int:
+        """How many micro-batches to cut at least, where this rank alone would cut `own`: ranks that
+        meet in each forward pass need the same number."""
+        most = torch.tensor(own)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most)
+
+
+def ranks() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 EngineFactory = Callable[[nn.Module, WeightSource | None, torch.device, EngineOptions], Engine]

@@ -28,22 +28,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from caldera.engine.base import ENGINES, EngineOptions
-from caldera.engine.layout import prepare_module, strip
-from caldera.engine.packed_model import PREFIX, PackedModel
-from caldera.engine.sharded import (
-    Meshes,
-    ShardedLayout,
-    compute_dtype,
-    make_meshes,
-    precise_head,
-    units,
-)
-from caldera.engine.training import TrainingEngine
+from caldera.engine.packed_model import PREFIX
+from caldera.engine.sharded import ShardedEngine, precise_head, units
+from caldera.engine.training import compute_dtype
 from caldera.errors import ConfigError, UnsupportedError
-from caldera.models.flops import Arithmetic
 from caldera.models.forward import base_module
-from caldera.models.pretrained import WeightSource
-from caldera.models.support import rope_kind
 
 # It tells on every gathering that rows which are cut twice take two steps.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -120,32 +109,44 @@ def _check_heads(config: object, ranks: int) -> None:
 HOST = torch.device("cpu")
 
 
-class Fsdp2Layout(ShardedLayout):
-    def __init__(
-        self,
-        packed: PackedModel,
-        source: WeightSource,
-        meshes: Meshes,
-        cut: Cut | None,
-        device: torch.device,
-        options: EngineOptions,
-    ) -> None:
-        super().__init__(packed, meshes, device)
-        self._cut = cut
-        self._stays_on_host = options.memory.offload_policy
-        self.root = packed
-        _shard(packed, meshes, device, options)
-        self._fill(source)
+@ENGINES.register("fsdp2")
+class Fsdp2Engine(ShardedEngine):
+    _cut: Cut | None = None
 
-    def finish_gradients(self) -> None:
+    def _cut_matrices(self) -> None:
+        if self._meshes.matrices is not None:
+            self._cut = cut_matrices(self.module, self._meshes.matrices)
+
+    def _lay_out(self, options: EngineOptions) -> nn.Module:
+        """The module, in place, gathers its parameters when they are needed."""
+        memory = options.memory
+        policy = MixedPrecisionPolicy(compute_dtype(options), torch.float32)
+        pinned = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        parts = units(self.packed, options)
+        head = precise_head(self.packed, options)
+        for part in (*parts, self.packed):
+            fully_shard(
+                part,
+                mesh=self._meshes.sharding,
+                reshard_after_forward=memory.reshard_after_forward,
+                mp_policy=MixedPrecisionPolicy() if part is head else policy,
+                offload_policy=pinned if memory.offload_policy else OffloadPolicy(),
+            )
+        if memory.forward_prefetch:
+            for before, after in pairwise(parts):
+                before.set_modules_to_forward_prefetch([after])  # type: ignore[operator]
+        self._fill()
+        return self.packed
+
+    def _finish_gradients(self) -> None:
         if self._cut is not None:
-            for name, parameter in self.packed.inner.named_parameters():
+            for name, parameter in self.module.named_parameters():
                 if parameter.grad is not None:
                     self._cut.add_up(name, _local(parameter.grad))
 
-    def clip(self, max_norm: float) -> Tensor:
+    def _clip(self, max_norm: float) -> Tensor:
         gradients = [p.grad for p in self.root.parameters() if p.grad is not None]
-        norm = _norm(gradients, self._device)
+        norm = _norm(gradients, self.device)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         local = [_local(gradient) for gradient in gradients]
         if local:
@@ -157,16 +158,16 @@ class Fsdp2Layout(ShardedLayout):
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    def move(self, device: torch.device) -> None:
-        if not self._stays_on_host:
+    def _move(self, device: torch.device) -> None:
+        if not self._memory.offload_policy:
             self.rest()
             self.packed.to(device)
 
-    def _fill(self, source: WeightSource) -> None:
+    def _fill(self) -> None:
         """Give the parameters their values: one whole tensor at a time, of which a part is kept."""
         shards = self._meshes.sharding
         place, count = shards.get_local_rank(-1), shards.size(-1)
-        home = HOST if self._stays_on_host else self._device
+        home = HOST if self._memory.offload_policy else self.device
         values: dict[str, nn.Parameter] = {}
         made: dict[int, nn.Parameter] = {}  # tied weights stay tied
         for name, parameter in self.packed.named_parameters(remove_duplicate=False):
@@ -174,8 +175,8 @@ class Fsdp2Layout(ShardedLayout):
             if id(parameter) in made:
                 values[name] = made[id(parameter)]
                 continue
-            own = strip(name, PREFIX)
-            part = source.tensor(own)
+            own = name.removeprefix(PREFIX)
+            part = self._source.tensor(own)
             if self._cut is not None:
                 part = self._cut.part(own, part)
             rows = part.chunk(count)
@@ -193,42 +194,10 @@ class Fsdp2Layout(ShardedLayout):
             values[name] = made[id(parameter)]
         self.packed.load_state_dict(values, strict=False, assign=True)
         self.packed.to(home)  # the buffers, which come with their values
-        if self._stays_on_host:
+        if self._memory.offload_policy:
             for buffer_owner in self.packed.modules():
                 for key, buffer in buffer_owner.named_buffers(recurse=False):
-                    setattr(buffer_owner, key, buffer.to(self._device))
-
-
-def _shard(
-    packed: PackedModel, meshes: Meshes, device: torch.device, options: EngineOptions
-) -> None:
-    """Make the module, in place, one that gathers its parameters when they are needed."""
-    memory = options.memory
-    compute = compute_dtype(options)
-    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    offload = OffloadPolicy()
-    if memory.offload_policy:
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    parts = units(packed, options)
-    head = precise_head(packed, options)
-    for part in parts:
-        fully_shard(
-            part,
-            mesh=meshes.sharding,
-            reshard_after_forward=memory.reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy() if part is head else precision,
-            offload_policy=offload,
-        )
-    fully_shard(
-        packed,
-        mesh=meshes.sharding,
-        reshard_after_forward=memory.reshard_after_forward,
-        mp_policy=precision,
-        offload_policy=offload,
-    )
-    if memory.forward_prefetch:
-        for before, after in pairwise(parts):
-            before.set_modules_to_forward_prefetch([after])  # type: ignore[operator]
+                    setattr(buffer_owner, key, buffer.to(self.device))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -260,17 +229,3 @@ def _groups_that_share(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
         for number, placement in enumerate(gradient.placements)
         if not placement.is_replicate()
     )
-
-
-@ENGINES.register("fsdp2")
-def build_fsdp2(
-    module: nn.Module, source: WeightSource | None, device: torch.device, options: EngineOptions
-) -> TrainingEngine:
-    assert source is not None, "a sharded engine is given a module without weights"
-    meshes = make_meshes(device, options, rope_kind(module))
-    arithmetic = Arithmetic.of(module)
-    cut = cut_matrices(module, meshes.matrices) if meshes.matrices is not None else None
-    prepare_module(module, options)
-    packed = PackedModel(module, offloads=options.activation_offload)
-    layout = Fsdp2Layout(packed, source, meshes, cut, device, options)
-    return TrainingEngine(layout, arithmetic, device, options)

@@ -61,25 +61,36 @@ class PackedRows:
         return flat.index_copy(0, self.cells, joined).view(rows, width)
 
 
-def pack_rows(rows: DataProto, device: torch.device, sequence: SequenceGroup = ALONE) -> PackedRows:
-    """Drop the padding of left-padded prompts and right-padded responses."""
+def pack_rows(
+    rows: DataProto, device: torch.device, sequence: SequenceGroup = ALONE, multiple: int = 1
+) -> PackedRows:
+    """Drop the padding of left-padded prompts and right-padded responses. Each rank of a group gets
+    a `multiple` of tokens."""
     tensors = tensors_of(rows)
     response_mask = tensors["response_mask"].bool()  # (B, R)
     seen = response_mask & tensors["attention_mask"][:, -response_mask.shape[1] :].bool()
-    return _pack(rows, seen, -1, device, sequence)
+    return _pack(rows, seen, -1, device, sequence, multiple)
 
 
-def pack_ends(rows: DataProto, device: torch.device, sequence: SequenceGroup = ALONE) -> PackedRows:
+def pack_ends(
+    rows: DataProto, device: torch.device, sequence: SequenceGroup = ALONE, multiple: int = 1
+) -> PackedRows:
     """The same, to be read at each row's last token; a row without response is not read."""
     tensors = tensors_of(rows)
     width = tensors["responses"].shape[1]
     attended = tensors["attention_mask"][:, -width:].bool()  # (B, R)
     last = attended.sum(1, keepdim=True) - 1  # (B, 1)
-    return _pack(rows, torch.arange(width, device=last.device) == last, 0, device, sequence)
+    chosen = torch.arange(width, device=last.device) == last
+    return _pack(rows, chosen, 0, device, sequence, multiple)
 
 
 def _pack(
-    rows: DataProto, chosen: Tensor, offset: int, device: torch.device, sequence: SequenceGroup
+    rows: DataProto,
+    chosen: Tensor,
+    offset: int,
+    device: torch.device,
+    sequence: SequenceGroup,
+    multiple: int,
 ) -> PackedRows:
     """To be read at the `chosen` response tokens (B, R), or `offset` tokens from there."""
     tensors = tensors_of(rows)
@@ -88,7 +99,7 @@ def _pack(
     packed_index = attention.flatten().cumsum(0).view_as(attention) - 1  # (B, P + R)
     input_ids = tensors["input_ids"][attention]  # (T,)
     lengths: list[int] = attention.sum(1).tolist()
-    if missing := -len(input_ids) % sequence.size:  # one more sequence, that nobody looks at
+    if missing := -len(input_ids) % (multiple * sequence.size):  # a sequence nobody looks at
         input_ids = torch.cat([input_ids, input_ids.new_zeros(missing)])
         lengths = [*lengths, missing]
     whole = PackedSequences(lengths, device)
@@ -112,7 +123,7 @@ def _pack(
 
 
 PREFIX = "inner."
-"""The prefix of parameter names in this class."""
+"""The prefix of parameter names in this class; names in files have none."""
 
 
 class PackedModel(nn.Module):

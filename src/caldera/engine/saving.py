@@ -19,8 +19,6 @@ from caldera.config import CheckpointConfig
 from caldera.engine.checkpoints import PendingSave, load, save_classic, save_distributed
 from caldera.engine.checkpoints.safe_loading import load_file
 from caldera.engine.checkpoints.storage import DAMAGE
-from caldera.engine.layout import Layout
-from caldera.engine.packed_model import PREFIX
 from caldera.errors import CheckpointError
 from caldera.models.loading import save_pretrained
 
@@ -154,21 +152,25 @@ class RoleCheckpoint(ABC):
 
 
 class Checkpoint(RoleCheckpoint):
-    """Of a layout of PyTorch's."""
+    """Of an engine of PyTorch's modules."""
 
     def __init__(
-        self, layout: Layout, optimizer: Optimizer | None, config: CheckpointConfig
+        self,
+        root: nn.Module,
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        config: CheckpointConfig,
     ) -> None:
-        super().__init__(layout.packed.inner, config)
-        self._root = layout.root
+        super().__init__(module, config)
+        self._root = root
         self._optimizer = optimizer
 
     def _write(self, folder: Path, contents: list[str]) -> PendingSave:
-        state = self._root, self._optimizer, folder, contents, PREFIX
+        state = self._root, self._optimizer, folder, contents
         if self._config.layout == "classic":
             save_classic(*state)
             return PendingSave()
         return save_distributed(*state, asynchronous=self.is_asynchronous)
 
     def _read(self, folder: Path, contents: list[str]) -> None:
-        load(self._root, self._optimizer, folder, contents, PREFIX)
+        load(self._root, self._optimizer, folder, contents)

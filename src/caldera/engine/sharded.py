@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from caldera.core_algos import LossScale
 from caldera.engine.base import EngineOptions
-from caldera.engine.layout import Layout, strip
-from caldera.engine.packed_model import PREFIX, PackedModel
+from caldera.engine.checkpoints.loading import model_tensors
+from caldera.engine.packed_model import PackedModel
+from caldera.engine.training import TrainingEngine, compute_dtype
 from caldera.errors import ConfigError
 from caldera.models.forward import base_module, decoder_layers
-from caldera.models.loading import DTYPES
-from caldera.models.pretrained import VALUE_HEAD
+from caldera.models.pretrained import VALUE_HEAD, WeightSource
+from caldera.models.support import rope_kind
 from caldera.models.ulysses import SequenceGroup
 
 # ---- The ranks as a mesh: replicas x shards x tensor parallel, and the groups that share tokens
@@ -96,50 +95,38 @@ def _sequence_group(rest: int, tensor: int, size: int) -> SequenceGroup:
     return found
 
 
-class ShardedLayout(Layout):
+class ShardedEngine(TrainingEngine):
     """Every rank holds a part of each parameter, and all ranks meet in each forward pass."""
 
     is_whole = False
 
-    def __init__(self, packed: PackedModel, meshes: Meshes, device: torch.device) -> None:
-        self.packed = packed
-        self._meshes = meshes
-        self._device = device
+    def __init__(
+        self,
+        module: nn.Module,
+        source: WeightSource | None,
+        device: torch.device,
+        options: EngineOptions,
+    ) -> None:
+        assert source is not None, "a sharded engine is given a module without weights"
+        self._source = source
+        self._meshes = meshes = make_meshes(device, options, rope_kind(module))
         self.dp_rank, self.dp_size = meshes.dp_rank, meshes.dp_size
         self.is_dp_leader = meshes.is_dp_leader
         self.model_parallel_size = dist.get_world_size() // meshes.dp_size
-        self.sequence = meshes.sequence
+        self._sequence = meshes.sequence
+        super().__init__(module, device, options)
 
-    def loss_scale(self, mask: Tensor) -> LossScale:
-        scale = LossScale.from_mask(mask, self.dp_size)
-        own = (scale.batch_num_tokens, scale.global_batch_size)
-        counts = torch.stack([torch.as_tensor(count) for count in own])
-        dist.all_reduce(counts)  # on the host: rows are still there
-        # Ranks that have the same rows have counted them too.
-        counts //= self.model_parallel_size
-        tokens, rows = counts.to(self._device, non_blocking=True)
-        return replace(scale, batch_num_tokens=tokens, global_batch_size=rows)
-
-    def least_micro_batches(self, own: int) -> int:
-        most = torch.tensor(own)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return int(most)
-
-    def finish_gradients(self) -> None:
+    def _finish_gradients(self) -> None:
         """FSDP has averaged them on the way."""
 
-    def tensors(self) -> dict[str, Tensor]:
-        state = cast(dict[str, Tensor], get_model_state_dict(self.root))
-        return {strip(name, PREFIX): tensor for name, tensor in state.items()}
+    def _tensors(self) -> dict[str, Tensor]:
+        return model_tensors(self.root)
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def _whole(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
-        there = cast(DTensor, tensor.to(self._device))  # where the ranks can talk
+        there = cast(DTensor, tensor.to(self.device))  # where the ranks can talk
         return there.full_tensor()
-
-    def check(self) -> None:
-        """Each rank has read its own part of the same files."""
 
 
 def units(packed: PackedModel, options: EngineOptions) -> list[nn.Module]:
@@ -181,10 +168,3 @@ def _large_parts(module: nn.Module, least: int) -> list[nn.Module]:
             inner = [] if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
         found += inner
     return found
-
-
-def compute_dtype(options: EngineOptions) -> torch.dtype | None:
-    """The precision to compute in, where it is not that of the parameters."""
-    memory = options.memory
-    compute = DTYPES[memory.dtype or memory.model_dtype]
-    return None if compute == DTYPES[memory.model_dtype] else compute

@@ -1,75 +1,105 @@
-"""The engine of PyTorch models: one step of training is the same for every layout."""
+"""The engine of PyTorch models: one step of training is the same however the model is laid out."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from caldera.config import OptimizerConfig
 from caldera.core_algos import LossScale
-from caldera.engine.base import (
-    Engine,
-    EngineOptions,
-    ForwardPlan,
-    FrozenStates,
-    LossFn,
-    Outputs,
-)
-from caldera.engine.layout import Layout
+from caldera.engine.base import Engine, EngineOptions, ForwardPlan, FrozenStates, LossFn, Outputs
 from caldera.engine.optim import build_optimizer, build_schedule, step_if_finite
-from caldera.engine.packed_model import PackedRows, pack_ends, pack_rows
+from caldera.engine.packed_model import PackedModel, PackedRows, pack_ends, pack_rows
 from caldera.engine.saving import Checkpoint
+from caldera.models.attention import PackedSequences
+from caldera.models.exact_norm import in_exactness
 from caldera.models.flops import Arithmetic
-from caldera.models.forward import move, send, send_rows, without_adapter
-from caldera.models.loading import exported_weights
+from caldera.models.forward import decoder_layers, move, send, send_rows, without_adapter
+from caldera.models.loading import DTYPES, enable_checkpointing, exported_weights
+from caldera.models.ulysses import ALONE, SequenceGroup, SharedSequences
 from caldera.protocol import DataProto, tensors_of
-from caldera.protocol.balance import micro_batches_by_count, micro_batches_by_tokens
-
-logger = logging.getLogger(__name__)
 
 
 class TrainingEngine(Engine):
     """Packed forward passes, exact gradient accumulation, clipping, a schedule, checkpoints.
 
     Each rank trains on its rows of a mini-batch, and all take the same step. Nothing in a step
-    waits for the device, so that work is queued there while the host prepares the next.
+    waits for the device, so that work is queued there while the host prepares the next. Subclasses
+    lay the model out on the ranks.
     """
 
+    root: nn.Module
+    """The module to call: the packed model, or its wrapper."""
+    _sequence: SequenceGroup = ALONE
+
     def __init__(
-        self, layout: Layout, arithmetic: Arithmetic, device: torch.device, options: EngineOptions
+        self,
+        module: nn.Module,
+        device: torch.device,
+        options: EngineOptions,
+        autocast: torch.dtype | None = None,
     ) -> None:
-        self.module = layout.packed.inner
-        self.arithmetic = arithmetic
-        self.version = 0
-        self.is_whole = layout.is_whole
-        self.dp_rank, self.dp_size = layout.dp_rank, layout.dp_size
-        self.is_dp_leader = layout.is_dp_leader
-        self.model_parallel_size = layout.model_parallel_size
-        self.sequence_parallel_size = layout.sequence.size
-        self._layout = layout
+        """`autocast`: compute in another precision than that of the parameters."""
+        self.module = module
+        self.arithmetic = Arithmetic.of(module)
         self.device = device
+        self.sequence_parallel_size = self._sequence.size
         self._memory = memory = options.memory
         # With the policy it never leaves the host.
         self._offloads_optimizer = memory.optimizer_offload and not memory.offload_policy
-        self._grad_clip = options.grad_clip
+        self._grad_clip = options.grad_clip or float("inf")
+        self._cut_matrices()
+        _prepare(module, options)
+        self.packed = PackedModel(module, autocast, options.activation_offload)
+        self.root = self._lay_out(options)
         self._optimizer: torch.optim.Optimizer | None = None
         if options.optim is not None:
-            self._prepare_training(options.optim)
-        layout.root.eval()
-        layout.check()
-        self._checkpoint = Checkpoint(layout, self._optimizer, options.checkpoint)
+            self._optimizer = build_optimizer(self.root.parameters(), options.optim)
+            self._schedule = build_schedule(self._optimizer, options.optim)
+        self.root.eval()
+        self._check()
+        self._checkpoint = Checkpoint(self.root, module, self._optimizer, options.checkpoint)
 
-    def _prepare_training(self, optim: OptimizerConfig) -> None:
-        self._optimizer = build_optimizer(self._layout.root.parameters(), optim)
-        self._schedule = build_schedule(self._optimizer, optim)
+    # ---- how the model lies on the ranks
+
+    def _cut_matrices(self) -> None:
+        """Before anything else is done to the module: cut its matrices among ranks."""
+
+    @abstractmethod
+    def _lay_out(self, options: EngineOptions) -> nn.Module:
+        """Bring the packed model to the device, or this rank's part of it; returns the root."""
+
+    @abstractmethod
+    def _finish_gradients(self) -> None:
+        """After the last micro-batch: give every rank the gradients of all."""
+
+    @abstractmethod
+    def _clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to this norm; returns the norm of all that they had."""
+
+    @abstractmethod
+    def _tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers by their Hugging Face (or peft) names, perhaps as shards."""
+
+    @abstractmethod
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """All of what may be a shard; every rank must ask for the same tensors in one order."""
+
+    @abstractmethod
+    def _move(self, device: torch.device) -> None:
+        """Bring the parameters to a device."""
+
+    def _check(self) -> None:
+        """Complain if ranks that should hold the same weights do not."""
+
+    # ---- passes
 
     def infer(self, batch: DataProto, plan: ForwardPlan) -> Outputs:
-        root = self._layout.root
-        root.eval()
+        self.root.eval()
         rows, width = tensors_of(batch)["responses"].shape
         found: Outputs = {}
         with torch.no_grad():
@@ -84,8 +114,8 @@ class TrainingEngine(Engine):
 
     def train(self, mini_batch: DataProto, loss_fn: LossFn, plan: ForwardPlan) -> dict[str, Tensor]:
         assert self._optimizer is not None, "a frozen engine is not trained"
-        self._layout.root.train()
-        scale = self._layout.loss_scale(tensors_of(mini_batch)["response_mask"])
+        self.root.train()
+        scale = self._loss_scale(tensors_of(mini_batch)["response_mask"])
         totals: dict[str, Tensor] = {}
         for indices in self._micro_batches(mini_batch, plan):
             rows = mini_batch.select_idxs(indices)
@@ -95,123 +125,120 @@ class TrainingEngine(Engine):
             loss.backward()
             for name, value in metrics.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value.detach()
-        self._layout.finish_gradients()
-        norm = self._layout.clip(self._grad_clip or float("inf"))
+        self._finish_gradients()
+        norm = self._clip(self._grad_clip)
         step_if_finite(self._optimizer, norm)
         self.version += 1
         self._optimizer.zero_grad(set_to_none=True)
-        self._layout.root.eval()
+        self.root.eval()
         self._rest(plan)
         return {**totals, "grad_norm": norm}
 
     def frozen_states(self, packed: PackedRows) -> FrozenStates:
-        root = self._layout.root
         training = self.module.training
-        root.eval()
+        self.root.eval()
         with torch.no_grad(), without_adapter(self.module):
-            found = root(packed, ())
-        root.train(training)
+            found = self.root(packed, ())
+        self.root.train(training)
         return FrozenStates(found["hidden"], found["head"])
 
     def step_schedule(self) -> float:
+        assert self._schedule is not None, "a frozen engine is not trained"
         rate = float(self._schedule.get_last_lr()[0])
         self._schedule.step()
         return rate
-
-    # ---- weights
-
-    def export_weights(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        return exported_weights(self.module, self._layout.whole, self._layout.tensors(), merged)
-
-    def adapter_weights(self) -> dict[str, Tensor]:
-        return {
-            name: self._layout.whole(tensor).cpu()
-            for name, tensor in self._layout.tensors().items()
-            if ".lora_" in name or ".modules_to_save." in name
-        }
-
-    def onload(self, optimizer: bool = False) -> None:
-        if self._memory.param_offload:
-            self._layout.move(self.device)
-        if optimizer and self._offloads_optimizer and self._optimizer is not None:
-            _move_optimizer(self._optimizer, self.device)
-
-    def offload(self) -> None:
-        host = torch.device("cpu")
-        if self._memory.param_offload:
-            self._layout.move(host)
-        if self._offloads_optimizer and self._optimizer is not None:
-            _move_optimizer(self._optimizer, host)
-        if self.device.type == "cuda" and (
-            self._memory.param_offload or self._memory.optimizer_offload
-        ):
-            torch.cuda.synchronize(self.device)  # so that moved tensors can be read
-
-    # ---- checkpoints
-
-    def save(self, folder: Path, contents: list[str]) -> None:
-        schedule = self._schedule.state_dict() if self._optimizer is not None else None
-        self._checkpoint.save(folder, contents, schedule, self.version)
-        if "hf_model" in contents:
-            self._checkpoint.save_hugging_face(folder, self.export_weights())
-        if not self._checkpoint.is_asynchronous:
-            self._layout.wait()
-
-    def is_saved(self) -> bool:
-        return self._checkpoint.is_saved()
-
-    def wait_for_save(self) -> None:
-        self._checkpoint.wait()
-
-    def load(self, folder: Path, contents: list[str]) -> None:
-        extra = self._checkpoint.load(folder, contents)
-        if extra is not None:
-            self.version = extra["version"]
-            if self._optimizer is not None:
-                self._schedule.load_state_dict(extra["lr_scheduler"])
-                # The optimiser holds the rate too, and may not have been read back.
-                for group, rate in zip(
-                    self._optimizer.param_groups, self._schedule.get_last_lr(), strict=True
-                ):
-                    group["lr"] = rate
-        self._layout.check()
-
-    def rest(self) -> None:
-        self._layout.rest()
 
     def _rest(self, plan: ForwardPlan) -> None:
         self.rest()
         if plan.reference is not None:
             plan.reference.rest()
 
-    # ---- one micro-batch
-
     def _forward(self, packed: PackedRows, plan: ForwardPlan) -> Outputs:
         # The reference goes first, so that its activations are gone before the policy's are kept.
         reference = plan.reference.frozen_states(packed) if plan.reference is not None else None
-        found = self._layout.root(packed, plan.outputs, plan.temperature, reference)
+        found = self.root(packed, plan.outputs, plan.temperature, reference)
         return {name: packed.unpack(found[name]) for name in plan.outputs}
 
     def _pack(self, rows: DataProto, plan: ForwardPlan) -> PackedRows:
         pack = pack_ends if "scores" in plan.outputs else pack_rows
-        return pack(rows, self.device, self._layout.sequence)
+        return pack(rows, self.device, self._sequence)
 
-    def _micro_batches(self, batch: DataProto, plan: ForwardPlan) -> list[list[int]]:
-        if not plan.by_tokens:
-            assert plan.micro_batch_size is not None, "the config's check asks for it"
-            return micro_batches_by_count(len(batch), plan.micro_batch_size, plan.rows_together)
-        assert plan.max_tokens is not None
-        most = plan.max_tokens * self._layout.sequence.size
-        lengths = tensors_of(batch)["attention_mask"].sum(1).tolist()
-        cut = micro_batches_by_tokens(lengths, most, together=plan.rows_together)
-        needed = self._layout.least_micro_batches(len(cut))
-        if needed == len(cut):
-            return cut
-        return micro_batches_by_tokens(lengths, most, needed, plan.rows_together)
+    # ---- weights
+
+    def export_weights(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return exported_weights(self.module, self._whole, self._tensors(), merged)
+
+    def adapter_weights(self) -> dict[str, Tensor]:
+        return {
+            name: self._whole(tensor).cpu()
+            for name, tensor in self._tensors().items()
+            if ".lora_" in name or ".modules_to_save." in name
+        }
+
+    def onload(self, optimizer: bool = False) -> None:
+        if self._memory.param_offload:
+            self._move(self.device)
+        if optimizer:
+            self._move_optimizer(self.device)
+
+    def offload(self) -> None:
+        host = torch.device("cpu")
+        if self._memory.param_offload:
+            self._move(host)
+        self._move_optimizer(host)
+        if self.device.type == "cuda" and (
+            self._memory.param_offload or self._memory.optimizer_offload
+        ):
+            torch.cuda.synchronize(self.device)  # so that moved tensors can be read
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        if not self._offloads_optimizer or self._optimizer is None:
+            return
+        for state in self._optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    state[name] = move(value, device)
+
+    def load(self, folder: Path, contents: list[str]) -> None:
+        super().load(folder, contents)
+        self._check()
+
+    def _apply_rate(self) -> None:
+        assert self._optimizer is not None and self._schedule is not None
+        rates = self._schedule.get_last_lr()
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
-def _move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.dim() > 0:
-                state[name] = move(value, device)
+def compute_dtype(options: EngineOptions) -> torch.dtype | None:
+    """The precision to compute in, where it is not that of the parameters."""
+    memory = options.memory
+    compute = DTYPES[memory.dtype or memory.model_dtype]
+    return None if compute == DTYPES[memory.model_dtype] else compute
+
+
+# ---- What is done to a module before it is laid out
+
+COMPILED_CONTEXTS = (PackedSequences, SharedSequences)
+"""Forward passes with these are training's. Samplers that use the same module bring others."""
+
+
+def _prepare(module: nn.Module, options: EngineOptions) -> None:
+    """Freeze, checkpoint and compile as the options say. All layers share the compiled code."""
+    if options.optim is None:
+        module.requires_grad_(False)
+    if options.gradient_checkpointing:
+        enable_checkpointing(module)
+    if options.compiles:
+        for layer in decoder_layers(module):
+            layer.forward = _compiled_for_training(layer.forward)
+
+
+def _compiled_for_training(forward: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch.compile(forward, dynamic=True)
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        is_training = isinstance(kwargs.get("context"), COMPILED_CONTEXTS) and not in_exactness()
+        return (compiled if is_training else forward)(*args, **kwargs)
+
+    return choose

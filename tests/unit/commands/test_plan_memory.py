@@ -22,7 +22,7 @@ from caldera.commands.plan_memory import (
 )
 from caldera.config import FSDPConfig, ModelConfig, OptimizerConfig
 from caldera.core_algos import LossScale
-from caldera.engine import ForwardPlan, LocalEngine, Outputs
+from caldera.engine import EngineOptions, ForwardPlan, LocalEngine, Outputs
 from caldera.errors import UnsupportedError
 from caldera.models.loading import shape_of_classifier, shape_of_policy
 from caldera.protocol import DataProto
@@ -135,7 +135,7 @@ def test_a_checkpoint_is_as_large_as_predicted(
 ) -> None:
     model = tiny_model("qwen2", hidden_size=256, intermediate_size=1024, vocab_size=512)
     shape = ModelShape.of(model)
-    engine = LocalEngine(model, torch.device("cpu"), FSDPConfig(), OptimizerConfig())
+    engine = LocalEngine(model, torch.device("cpu"), EngineOptions(FSDPConfig(), OptimizerConfig()))
     ids = torch.ones(2, 4, dtype=torch.long)
     rows = DataProto.from_dict(
         {"input_ids": ids, "responses": ids[:, 2:], "attention_mask": ids,

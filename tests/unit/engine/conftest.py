@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from caldera.config import FSDPConfig, OptimizerConfig
-from caldera.engine import LocalEngine
+from caldera.engine import EngineOptions, LocalEngine
 from caldera.protocol import DataProto
 
 PROMPTS, RESPONSES = 5, 6  # widths P and R
@@ -60,6 +60,8 @@ def make_engine(tiny_model: Callable[..., PreTrainedModel]) -> Callable[..., Loc
         if isinstance(module, str):
             module = tiny_model(module)
         optim = optim or OptimizerConfig(optimizer="SGD", lr=1.0, weight_decay=0.0)
-        return LocalEngine(module, torch.device("cpu"), memory or FSDPConfig(), optim, grad_clip)
+        return LocalEngine(
+            module, torch.device("cpu"), EngineOptions(memory or FSDPConfig(), optim, grad_clip)
+        )
 
     return make

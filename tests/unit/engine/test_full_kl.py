@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from caldera.config import FSDPConfig
 from caldera.core_algos import LossScale, agg_loss
-from caldera.engine import ForwardPlan, LocalEngine, Outputs
+from caldera.engine import EngineOptions, ForwardPlan, LocalEngine, Outputs
 from caldera.engine.packed_model import pack_rows
 from caldera.models.loading import enable_checkpointing
 from caldera.protocol import DataProto
@@ -33,7 +33,7 @@ def plan_for(reference: LocalEngine, rows: int = 2) -> ForwardPlan:
 
 
 def frozen(module: torch.nn.Module, **memory: Any) -> LocalEngine:
-    return LocalEngine(module, CPU, FSDPConfig(**memory), None)
+    return LocalEngine(module, CPU, EngineOptions(FSDPConfig(**memory)))
 
 
 def log_probs(model: Any, rows: DataProto) -> Tensor:
@@ -192,7 +192,7 @@ def test_the_distance_to_itself_is_nothing(
     make_engine: Make, tiny_model: Build, batch: DataProto
 ) -> None:
     for memory in (FSDPConfig(), FSDPConfig(dtype="bfloat16")):
-        other = LocalEngine(tiny_model(), CPU, memory, None)
+        other = LocalEngine(tiny_model(), CPU, EngineOptions(memory))
         engine = make_engine(memory=memory)
         assert not engine.infer(batch, plan_for(other))["full_kl"].any()
         assert engine.train(batch, loss_fn, plan_for(other))["grad_norm"] == 0.0

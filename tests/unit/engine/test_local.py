@@ -16,8 +16,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel
 from caldera.config import FSDPConfig, OptimizerConfig
 from caldera.config.optim import WrapPolicyConfig
 from caldera.core_algos import LOSS_AGG_MODES, LossScale, agg_loss
-from caldera.engine import ENGINES, ForwardPlan, LocalEngine, LossFn, Outputs
-from caldera.engine.base import EngineOptions
+from caldera.engine import ENGINES, EngineOptions, ForwardPlan, LocalEngine, LossFn, Outputs
 from caldera.engine.packed_model import PackedModel
 from caldera.engine.sharded import units
 from caldera.models.attention import ATTENTION
@@ -292,7 +291,7 @@ def test_offloading_on_a_cpu_changes_nothing(make_engine: Make, batch: DataProto
 
 
 def test_without_an_optimiser_the_model_is_frozen(tiny_model: Build, batch: DataProto) -> None:
-    engine = LocalEngine(tiny_model(), torch.device("cpu"), FSDPConfig(), None)
+    engine = LocalEngine(tiny_model(), torch.device("cpu"), EngineOptions(FSDPConfig()))
     assert not any(p.requires_grad for p in engine.module.parameters())
     assert engine.infer(batch, PLAN)["log_probs"].shape == (6, 6)
     with pytest.raises(AssertionError, match="frozen"):

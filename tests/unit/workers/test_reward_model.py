@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from caldera.config import FSDPConfig, PPOTrainerConfig
-from caldera.engine import ForwardPlan, LocalEngine
+from caldera.engine import EngineOptions, ForwardPlan, LocalEngine
 from caldera.errors import ConfigError
 from caldera.models.loading import build_reward_model
 from caldera.protocol import DataProto
@@ -139,7 +139,7 @@ def test_the_head_keeps_its_digits_in_bfloat16(
     source = load(f"reward_model.model.path={classifier()}").reward_model.model
     module = build_reward_model(source, torch.bfloat16, "reward_model.model").module
     memory = FSDPConfig(model_dtype="bf16", dtype="bfloat16")
-    engine = LocalEngine(module, torch.device("cpu"), memory, None)
+    engine = LocalEngine(module, torch.device("cpu"), EngineOptions(memory))
     scores = engine.infer(answers, ForwardPlan(("scores",), False, 3, None))["scores"]
     assert (scores != scores.bfloat16()).any()
     torch.testing.assert_close(scores, scores_of(judge(BY_ROWS), answers), rtol=0.1, atol=0.05)

@@ -343,20 +343,19 @@ def save_classic(
     optimizer: Optimizer | None,
     folder: Path,
     contents: Collection[str],
-    prefix: str = "inner.",
 ) -> None:
     """Write `model` and `optimizer`, as far as `contents` has them; to be called by every rank.
 
     When it returns, all ranks have written.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if has_peers() else (0, 1)
-    tensors = model_tensors(root, prefix)
+    tensors = model_tensors(root)
     if not any(isinstance(one, DTensor) and one.device_mesh.size() > 1 for one in tensors.values()):
         ranks = 1
     folder.mkdir(parents=True, exist_ok=True)
     state: dict[str, Any] | None = None
     if "optimizer" in contents and optimizer is not None:
-        state = _numbered(optimizer_state(root, optimizer, prefix), ranks)
+        state = _numbered(optimizer_state(root, optimizer), ranks)
     if rank < ranks:
         if "model" in contents:
             _save(
@@ -377,7 +376,6 @@ def load_classic(
     optimizer: Optimizer | None,
     folder: Path,
     contents: Collection[str],
-    prefix: str = "inner.",
 ) -> None:
     """Give the parts among `contents` the state in the folder; to be called by every rank.
 
@@ -389,10 +387,10 @@ def load_classic(
         if _load_flat_pieces(root, optimizer, folder):
             wanted.remove("optimizer")
         else:
-            known = {name for group in optimizer_names(root, optimizer, prefix) for name in group}
-            trained = [name for name in model_tensors(root, prefix) if name in known]
+            known = {name for group in optimizer_names(root, optimizer) for name in group}
+            trained = [name for name in model_tensors(root) if name in known]
     reader = ClassicReader(folder, wanted, trained)
-    load_parts(root, optimizer, reader, folder, wanted, prefix)
+    load_parts(root, optimizer, reader, folder, wanted)
 
 
 def open_classic(folder: Path, contents: Collection[str], trained: Sequence[str]) -> ClassicReader:

@@ -66,18 +66,16 @@ def save_distributed(
     optimizer: Optimizer | None,
     folder: Path,
     contents: Collection[str],
-    prefix: str = "inner.",
     asynchronous: bool = False,
 ) -> PendingSave:
     """Write `model` and `optimizer`, as far as `contents` has them; to be called by every rank.
 
-    `prefix` is where the module is in the root: names in files have none. `asynchronous` copies
-    the state to the CPU's memory and writes it while training goes on.
+    `asynchronous` copies the state to the CPU's memory and writes it while training goes on.
     """
-    tensors = model_tensors(root, prefix) if "model" in contents else None
+    tensors = model_tensors(root) if "model" in contents else None
     kept = None
     if "optimizer" in contents and optimizer is not None:
-        kept = optimizer_state(root, optimizer, prefix)
+        kept = optimizer_state(root, optimizer)
     return save_named(tensors, kept, folder, asynchronous)
 
 
@@ -116,7 +114,6 @@ def load_distributed(
     optimizer: Optimizer | None,
     folder: Path,
     contents: Collection[str],
-    prefix: str = "inner.",
 ) -> None:
     """Give the parts among `contents` the state in the folder; to be called by every rank."""
-    load_parts(root, optimizer, SafeReader(folder / FOLDER), folder, contents, prefix)
+    load_parts(root, optimizer, SafeReader(folder / FOLDER), folder, contents)

@@ -36,6 +36,7 @@ from caldera.engine.checkpoints.storage import (
     stored_metadata,
     stored_under,
 )
+from caldera.engine.packed_model import PREFIX
 from caldera.errors import CheckpointError
 
 # ---- The state of a root module and its optimiser, as tensors under the names of the inner module
@@ -65,37 +66,37 @@ def is_wrapped(root: nn.Module) -> bool:
     return isinstance(root, FullyShardedDataParallel)
 
 
-def model_tensors(root: nn.Module, prefix: str) -> dict[str, Tensor]:
+def model_tensors(root: nn.Module) -> dict[str, Tensor]:
     """Every tensor of the model: its own memory, or copies of the parts of a wrapped root."""
     _reshard(root)
     with _without_warnings():
         state = get_model_state_dict(root)
-    return {name.removeprefix(prefix): cast(Tensor, value) for name, value in state.items()}
+    return {name.removeprefix(PREFIX): cast(Tensor, value) for name, value in state.items()}
 
 
-def restore_model(root: nn.Module, tensors: dict[str, Tensor], prefix: str) -> None:
+def restore_model(root: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Give the model the tensors that `model_tensors` told, filled meanwhile."""
     if is_wrapped(root):  # all others are the model's own memory
         with _without_warnings():
-            set_model_state_dict(root, {prefix + name: value for name, value in tensors.items()})
+            set_model_state_dict(root, {PREFIX + name: value for name, value in tensors.items()})
 
 
-def optimizer_names(root: nn.Module, optimizer: Optimizer, prefix: str) -> list[list[str]]:
+def optimizer_names(root: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """The names of the parameters in each group of the optimiser."""
     if isinstance(root, FullyShardedDataParallel):
         groups = optimizer.state_dict()["param_groups"]
-        found = _named_by_wrapper(root, optimizer, {"state": {}, "param_groups": groups}, prefix)
+        found = _named_by_wrapper(root, optimizer, {"state": {}, "param_groups": groups})
         return [group["params"] for group in found.groups]
-    names = _names(root, prefix)
+    names = _names(root)
     return [[names[one] for one in group["params"]] for group in optimizer.param_groups]
 
 
-def optimizer_state(root: nn.Module, optimizer: Optimizer, prefix: str) -> OptimizerState:
+def optimizer_state(root: nn.Module, optimizer: Optimizer) -> OptimizerState:
     """The optimiser's state: its own memory, or copies of the parts of a wrapped root."""
     _reshard(root)
     if isinstance(root, FullyShardedDataParallel):
-        return _named_by_wrapper(root, optimizer, optimizer.state_dict(), prefix)
-    names = _names(root, prefix)
+        return _named_by_wrapper(root, optimizer, optimizer.state_dict())
+    names = _names(root)
     groups = [
         {**group, "params": [names[one] for one in group["params"]]}
         for group in optimizer.param_groups
@@ -103,22 +104,19 @@ def optimizer_state(root: nn.Module, optimizer: Optimizer, prefix: str) -> Optim
     return OptimizerState(groups, {names[one]: dict(kept) for one, kept in optimizer.state.items()})
 
 
-def restore_optimizer(
-    root: nn.Module, optimizer: Optimizer, state: OptimizerState, prefix: str
-) -> None:
+def restore_optimizer(root: nn.Module, optimizer: Optimizer, state: OptimizerState) -> None:
     """Have the optimiser remember this and nothing else; its groups are those it was built with."""
     saved = {name: group for group in state.groups for name in group["params"]}
-    for group, names in zip(
-        optimizer.param_groups, optimizer_names(root, optimizer, prefix), strict=True
-    ):
+    names_of_groups = optimizer_names(root, optimizer)
+    for group, names in zip(optimizer.param_groups, names_of_groups, strict=True):
         for option, value in saved[names[0]].items() if names else ():
             if option not in ("params", "param_names", *MANNER):
                 group[option] = value
     optimizer.state.clear()
     if isinstance(root, FullyShardedDataParallel):
-        kept = _flattened_by_wrapper(root, optimizer, state, prefix)
+        kept = _flattened_by_wrapper(root, optimizer, state)
     else:
-        parameters = {name: one for one, name in _names(root, prefix).items()}
+        parameters = {name: one for one, name in _names(root).items()}
         kept = {parameters[name]: values for name, values in state.values.items()}
     for group in optimizer.param_groups:
         for one in group["params"]:
@@ -137,12 +135,12 @@ def _placed(kept: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> d
     }
 
 
-def _names(root: nn.Module, prefix: str) -> dict[Tensor, str]:
+def _names(root: nn.Module) -> dict[Tensor, str]:
     found: dict[Tensor, str] = {}
     for name, parameter in root.named_parameters():
         for wrapper in WRAPPERS:
             name = name.replace(wrapper, "")
-        found[parameter] = name.removeprefix(prefix)
+        found[parameter] = name.removeprefix(PREFIX)
     return found
 
 
@@ -154,23 +152,23 @@ def _reshard(root: nn.Module) -> None:
 
 
 def _named_by_wrapper(
-    root: FullyShardedDataParallel, optimizer: Optimizer, state: dict[str, Any], prefix: str
+    root: FullyShardedDataParallel, optimizer: Optimizer, state: dict[str, Any]
 ) -> OptimizerState:
     with _sharded_states(root):
         named = FullyShardedDataParallel.optim_state_dict(root, optimizer, state)
     for group in named["param_groups"]:
-        group["params"] = [name.removeprefix(prefix) for name in group["params"]]
-    values = {name.removeprefix(prefix): kept for name, kept in named["state"].items()}
+        group["params"] = [name.removeprefix(PREFIX) for name in group["params"]]
+    values = {name.removeprefix(PREFIX): kept for name, kept in named["state"].items()}
     return OptimizerState(named["param_groups"], values)
 
 
 def _flattened_by_wrapper(
-    root: FullyShardedDataParallel, optimizer: Optimizer, state: OptimizerState, prefix: str
+    root: FullyShardedDataParallel, optimizer: Optimizer, state: OptimizerState
 ) -> dict[Tensor, dict[str, Any]]:
     named = {
-        "state": {prefix + name: kept for name, kept in state.values.items()},
+        "state": {PREFIX + name: kept for name, kept in state.values.items()},
         "param_groups": [
-            {**group, "params": [prefix + name for name in group["params"]]}
+            {**group, "params": [PREFIX + name for name in group["params"]]}
             for group in state.groups
         ],
     }
@@ -212,19 +210,18 @@ def load_parts(
     reader: StorageReader,
     folder: Path,
     contents: Collection[str],
-    prefix: str,
 ) -> None:
     """Give the parts among `contents` the state that the reader finds."""
     metadata = stored_metadata(reader, folder)
-    tensors = model_tensors(root, prefix)
+    tensors = model_tensors(root)
     if "model" in contents:
         check_model(tensors, metadata, folder)
         read(flat_model(tensors), reader, folder)
-        restore_model(root, tensors, prefix)
+        restore_model(root, tensors)
     if "optimizer" in contents and optimizer is not None:
-        names = optimizer_names(root, optimizer, prefix)
+        names = optimizer_names(root, optimizer)
         state = _optimizer_state(names, tensors, reader, metadata, folder, is_wrapped(root))
-        restore_optimizer(root, optimizer, state, prefix)
+        restore_optimizer(root, optimizer, state)
 
 
 def check_model(tensors: dict[str, Tensor], metadata: Metadata, folder: Path) -> None:

@@ -48,12 +48,11 @@ def load(
     optimizer: Optimizer | None,
     folder: Path,
     contents: Collection[str],
-    prefix: str = "inner.",
 ) -> None:
     """`load_distributed` or `load_classic`, whichever the folder needs, if it is needed."""
     if "model" in contents or ("optimizer" in contents and optimizer is not None):
         chosen = load_distributed if layout_of(folder) == "dist" else load_classic
-        chosen(root, optimizer, folder, contents, prefix)
+        chosen(root, optimizer, folder, contents)
 
 
 def open_folder(folder: Path, contents: Collection[str], trained: Sequence[str]) -> StorageReader:

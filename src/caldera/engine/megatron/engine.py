@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +15,6 @@ from megatron.core.distributed import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from caldera.core_algos import LossScale
 from caldera.engine.base import (
@@ -34,19 +31,17 @@ from caldera.engine.megatron.groups import Places, arrange
 from caldera.engine.megatron.optim import Optimizer, Parking
 from caldera.engine.megatron.shape import transformer_config
 from caldera.engine.megatron.stage import Stage, find_outputs
-from caldera.engine.megatron.weights import Shard, Weights, find_pieces
+from caldera.engine.megatron.weights import Weights, find_pieces
 from caldera.engine.packed_model import PackedRows, pack_ends, pack_rows
 from caldera.errors import UnsupportedError
-from caldera.models.attention import PackedSequences
 from caldera.models.flops import Arithmetic
 from caldera.models.forward import base_module, send, send_rows
 from caldera.models.loading import DTYPES
 from caldera.models.pretrained import WeightSource
-from caldera.models.ulysses import SharedSequences
 from caldera.protocol import DataProto, tensors_of
-from caldera.protocol.balance import micro_batches_by_count, micro_batches_by_tokens
 
 Told = TypeVar("Told")
+Batches = list[list[int] | None]
 
 
 def train_all(
@@ -111,76 +106,6 @@ def _run(
     return found
 
 
-# ---- From rows to the micro-batches that Megatron's schedules take
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Rows of a batch, by their places in it."""
-
-    rows: list[int]
-    counts: bool = True
-    """Not so for one that is there to make up the number: its rows are in another one."""
-
-
-def cut(batch: DataProto, plan: ForwardPlan, places: Places) -> list[MicroBatch]:
-    """As many micro-batches on every rank; interleaved stages take a multiple of the stages."""
-    lengths: list[int] = tensors_of(batch)["attention_mask"].sum(1).tolist()
-    if plan.by_tokens:
-        assert plan.max_tokens is not None
-        most = plan.max_tokens * places.sequence.size
-        parts = micro_batches_by_tokens(lengths, most, together=plan.rows_together)
-    else:
-        assert plan.micro_batch_size is not None, "the config's check asks for it"
-        parts = micro_batches_by_count(len(batch), plan.micro_batch_size, plan.rows_together)
-    needed = _agreed(len(parts), places)
-    if plan.by_tokens and len(parts) < needed <= len(batch) // plan.rows_together:
-        parts = micro_batches_by_tokens(lengths, most, needed, plan.rows_together)
-    shortest = min(range(len(batch)), key=lengths.__getitem__)
-    fillers = [MicroBatch([shortest], counts=False)] * (needed - len(parts))
-    return [MicroBatch(rows) for rows in parts] + fillers
-
-
-def _agreed(own: int, places: Places) -> int:
-    most = torch.tensor(own)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    multiple = places.pp_size if places.virtual_stages > 1 else 1
-    return -(-int(most) // multiple) * multiple
-
-
-def pack(
-    rows: DataProto, plan: ForwardPlan, device: torch.device, places: Places, multiple: int
-) -> PackedRows:
-    """Packed tokens, of which each context-parallel rank has a run of a multiple of `multiple`."""
-    gather = pack_ends if "scores" in plan.outputs else pack_rows
-    whole = gather(rows, device)
-    context, sequence = whole.context, places.sequence
-    assert isinstance(context, PackedSequences)
-    tokens = context.total
-    if missing := -tokens % (multiple * sequence.size):  # a sequence that nobody looks at
-        context = PackedSequences([*context.lengths, missing], device)
-        padded = F.pad(whole.input_ids, (0, missing))
-        whole = replace(whole, input_ids=padded, position_ids=context.position_ids, context=context)
-    if sequence.size == 1:
-        return whole
-    own = sequence.own(context.total)
-    share = own.stop - own.start
-    bounds = torch.searchsorted(
-        whole.predictors.cpu(), torch.arange(sequence.size + 1) * share
-    ).tolist()
-    mine = slice(*bounds[sequence.rank : sequence.rank + 2])
-    return replace(
-        whole,
-        input_ids=whole.input_ids[:, own],
-        position_ids=whole.position_ids[:, own],
-        context=SharedSequences(context, sequence),
-        predictors=whole.predictors[mine] - own.start,
-        labels=whole.labels[mine],
-        counts=[bounds[rank + 1] - bounds[rank] for rank in range(sequence.size)],
-        sequence=sequence,
-    )
-
-
 class MegatronEngine(Engine):
     """Each rank holds some stages of the model, and of their matrices some rows or columns."""
 
@@ -197,7 +122,6 @@ class MegatronEngine(Engine):
         self.module = module
         self.device = device
         self.arithmetic = Arithmetic.of(module)
-        self.version = 0
         self._megatron = options.megatron
         default = "bfloat16" if device.type == "cuda" else "float32"
         self._dtype = DTYPES[options.megatron.dtype or default]
@@ -244,13 +168,13 @@ class MegatronEngine(Engine):
             wrapped, options.optim, self._megatron, self._dtype, options.grad_clip
         )
         self._wrapped = list(wrapped)
+        self._schedule = self.optimizer.schedule
 
     # ---- passes
 
     def infer(self, batch: DataProto, plan: ForwardPlan) -> Outputs:
         self._check(plan)
-        batches = cut(batch, plan, self.places)
-        packed = [self._pack(batch, one, plan) for one in batches]
+        batches, packed = self._packed(batch, plan)
 
         def finish(number: int, hidden: Tensor) -> Outputs:
             return self._outputs(hidden, packed[number], plan)
@@ -262,8 +186,9 @@ class MegatronEngine(Engine):
         for name in plan.outputs:
             whole = torch.zeros(len(batch), width, device=self.device)
             for one, outputs in zip(batches, told, strict=False):  # other ranks have none
-                where = send(torch.tensor(one.rows), self.device)
-                whole.index_copy_(0, where, outputs[name].float())
+                if one is not None:
+                    where = send(torch.tensor(one), self.device)
+                    whole.index_copy_(0, where, outputs[name].float())
             found[name] = self._from_last_stage(whole).cpu()
         return found
 
@@ -271,17 +196,16 @@ class MegatronEngine(Engine):
         assert self.optimizer is not None, "a frozen engine is not trained"
         self._check(plan)
         scale = self._loss_scale(tensors_of(mini_batch)["response_mask"])
-        batches = cut(mini_batch, plan, self.places)
-        packed = [self._pack(mini_batch, one, plan) for one in batches]
+        batches, packed = self._packed(mini_batch, plan)
 
         def finish(number: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             one = batches[number]
             outputs = self._outputs(hidden, packed[number], plan)
-            if not one.counts:
+            if one is None:
                 return sum((value.sum() * 0 for value in outputs.values()), torch.zeros(())), {}
-            share = len(one.rows) / len(mini_batch)
+            share = len(one) / len(mini_batch)
             own = LossScale.classic(share) if plan.classic else scale
-            return loss_fn(outputs, send_rows(mini_batch.select_idxs(one.rows), self.device), own)
+            return loss_fn(outputs, send_rows(mini_batch.select_idxs(one), self.device), own)
 
         for stage in self._wrapped:
             stage.train()
@@ -298,10 +222,25 @@ class MegatronEngine(Engine):
         words = int(base_module(self.module).config.vocab_size)
         return find_outputs(self._stages[-1], hidden, packed, plan, self.places, words)
 
-    def _pack(self, batch: DataProto, one: MicroBatch, plan: ForwardPlan) -> PackedRows:
+    def _pack(self, rows: DataProto, plan: ForwardPlan) -> PackedRows:
+        """Each context-parallel rank gets a run of a multiple of the ranks that cut it further."""
         multiple = self.places.tp_size if self._config.sequence_parallel else 1
-        rows = batch.select_idxs(one.rows)
-        return pack(rows, plan, self.device, self.places, multiple)
+        gather = pack_ends if "scores" in plan.outputs else pack_rows
+        return gather(rows, self.device, self.places.sequence, multiple)
+
+    def _least_micro_batches(self, own: int) -> int:
+        """As many on every rank; interleaved stages take a multiple of the stages."""
+        multiple = self.places.pp_size if self.places.virtual_stages > 1 else 1
+        return -(-super()._least_micro_batches(own) // multiple) * multiple
+
+    def _packed(self, batch: DataProto, plan: ForwardPlan) -> tuple[Batches, list[PackedRows]]:
+        """The rows of each micro-batch. None: one that makes up the number, of rows of another."""
+        parts = self._micro_batches(batch, plan)
+        missing = self._least_micro_batches(len(parts)) - len(parts)
+        shortest = int(tensors_of(batch)["attention_mask"].sum(1).argmin())
+        batches = [*parts, *[None] * missing]
+        rows = (batch.select_idxs(part or [shortest]) for part in batches)
+        return batches, [self._pack(each, plan) for each in rows]
 
     def _check(self, plan: ForwardPlan) -> None:
         if "full_kl" in plan.outputs:
@@ -309,16 +248,6 @@ class MegatronEngine(Engine):
                 "strategy=megatron: kl_loss_type=full needs whole distributions of policy and "
                 "reference; strategy=fsdp2 can"
             )
-
-    def _loss_scale(self, mask: Tensor) -> LossScale:
-        scale = LossScale.from_mask(mask, self.dp_size)
-        own = (scale.batch_num_tokens, scale.global_batch_size)
-        counts = torch.stack([torch.as_tensor(count) for count in own])
-        dist.all_reduce(counts)  # on the host: rows are still there
-        # Ranks that have the same rows have counted them too.
-        counts //= self.model_parallel_size
-        tokens, rows = counts.to(self.device, non_blocking=True)
-        return replace(scale, batch_num_tokens=tokens, global_batch_size=rows)
 
     def _from_last_stage(self, tensor: Tensor) -> Tensor:
         if self.places.pp_size > 1:
@@ -357,15 +286,8 @@ class MegatronEngine(Engine):
     def export_weights(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         return self.weights.export()  # there are no adapters
 
-    def hf_shards(self) -> dict[str, Shard]:
-        """This rank's part of each Hugging Face tensor that it has."""
-        return self.weights.shards()
-
     def adapter_weights(self) -> dict[str, Tensor]:
         return {}
-
-    def rest(self) -> None:
-        """Nothing is gathered for passes without gradients."""
 
     def onload(self, optimizer: bool = False) -> None:
         self._parameters.fetch()
@@ -385,29 +307,9 @@ class MegatronEngine(Engine):
         if self._megatron.optimizer_offload:
             self._state.park(self.optimizer.tensors())
 
-    # ---- checkpoints
-
-    def save(self, folder: Path, contents: list[str]) -> None:
-        schedule = self.optimizer.schedule.state_dict() if self.optimizer is not None else None
-        self._checkpoint.save(folder, contents, schedule, self.version)
-        if "hf_model" in contents:
-            self._checkpoint.save_hugging_face(folder, self.export_weights())
-        if not self._checkpoint.is_asynchronous:
-            dist.barrier()
-
-    def load(self, folder: Path, contents: list[str]) -> None:
-        extra = self._checkpoint.load(folder, contents)
-        if extra is not None:
-            self.version = extra["version"]
-            if self.optimizer is not None:
-                self.optimizer.schedule.load_state_dict(extra["lr_scheduler"])
-                self.optimizer.apply_rate()
-
-    def is_saved(self) -> bool:
-        return self._checkpoint.is_saved()
-
-    def wait_for_save(self) -> None:
-        self._checkpoint.wait()
+    def _apply_rate(self) -> None:
+        assert self.optimizer is not None, "a schedule has its optimiser"
+        self.optimizer.apply_rate()
 
 
 def _buffers(stage: nn.Module) -> list[Any]:

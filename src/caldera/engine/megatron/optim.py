@@ -150,10 +150,6 @@ class Optimizer:
             own = value.reshape(-1)[shard] if _is_sharded(part) else value
             main.detach().copy_(own.reshape(main.shape))
 
-    def take_parameters(self) -> None:
-        """Go on from the model's parameters, which somebody has changed."""
-        self.inner.reload_model_params()
-
     def _find(self, parameter: nn.Parameter) -> tuple[Any, slice, Tensor | None]:
         """The optimiser that has a parameter, this rank's run of it, and what it is updated in."""
         for part in self.inner.chained_optimizers:

@@ -186,23 +186,6 @@ BUCKET_BYTES = 256 * 2**20
 """Whole tensors that exist at the same time; a larger one is alone."""
 
 
-@dataclass(frozen=True)
-class Shard:
-    """This rank's part of one Hugging Face tensor."""
-
-    local: Tensor
-    """A copy where the parameter holds it in another order."""
-    dimension: int | None
-    """That tensor-parallel ranks cut, as `torch.chunk` does; None: each has all of it."""
-    experts: slice | None
-    """The experts of this rank, of a tensor of all: places in its first dimension, which
-    expert-parallel ranks cut evenly."""
-    shape: torch.Size
-    """Of the whole tensor."""
-    stages: tuple[int, ...]
-    """Pipeline ranks that have it: one, or the first and the last for a tied embedding."""
-
-
 class Weights:
     """This rank's pieces by the names of their Hugging Face tensors, and who has the others."""
 
@@ -231,22 +214,6 @@ class Weights:
     def pieces(self) -> dict[str, list[Piece]]:
         """This rank's, by Hugging Face name; one, or one for each expert that is here."""
         return dict(self._pieces)
-
-    def shards(self) -> dict[str, Shard]:
-        """This rank's part of each Hugging Face tensor that it has."""
-        found = {}
-        for name, held in self._pieces.items():
-            experts, first = None, held[0]
-            local = first.read()
-            if first.expert is not None:
-                experts = slice(first.expert, first.expert + len(held))
-                local = torch.stack([piece.read() for piece in held])
-            stages = self._stages[name]
-            tied = self._tied.get(name)
-            if tied is not None:
-                stages = tuple(sorted({*self._stages[tied], *stages}))
-            found[name] = Shard(local, first.dimension, experts, self._shapes[name], stages)
-        return found
 
     def fill(self, source: WeightSource) -> None:
         """Give the parameters their values; each rank reads every tensor of which it has a part."""
