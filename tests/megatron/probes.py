@@ -17,7 +17,7 @@ from caldera.config import FSDPConfig
 from caldera.config.megatron import MegatronConfig, TransformerOverrides
 from caldera.engine import ENGINES, Engine, EngineOptions
 from caldera.errors import ConfigError
-from caldera.models.head import HeadOutput, head_outputs
+from caldera.models.head import HeadOutput, VocabularyPart, head_outputs
 from tests.megatron.trials import (
     HOST,
     LOSSES,
@@ -94,8 +94,6 @@ def _near(one: Tensor, other: Tensor) -> bool:
 
 def a_head_that_is_cut(_: Expected) -> list[str]:
     """Against the whole head, in float64: outputs and gradients."""
-    from caldera.engine.megatron.stage import VocabularyPart, cut_head_outputs
-
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(6, 8, generator=generator, dtype=torch.float64).requires_grad_()
     weight = torch.randn(13, 8, generator=generator, dtype=torch.float64).requires_grad_()
@@ -112,7 +110,7 @@ def a_head_that_is_cut(_: Expected) -> list[str]:
     rows = weight.detach()[7 * rank : 7 * rank + 7]
     padded = torch.cat([rows, torch.full((7 - len(rows), 8), 9.0)]).double().requires_grad_()
     part = VocabularyPart(7 * rank, len(rows), dist.group.WORLD)
-    found = cut_head_outputs(hidden, padded, labels, 0.6, names, part)
+    found = head_outputs(hidden, padded, labels, 0.6, names, part)
     wrong: list[str] = [name for name in names if not torch.allclose(found[name], whole[name])]
     of_hidden, of_weight = gradients(whole, hidden, weight)
     part_of_hidden, of_rows = gradients(found, hidden, padded)

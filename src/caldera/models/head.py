@@ -12,9 +12,11 @@ torch.autocast as without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -23,6 +25,10 @@ CELLS_PER_CHUNK = 2**24
 CUDA_BYTES_PER_CHUNK = 2**30
 """The same on CUDA, in bytes. With fewer rows the matrix products no longer fill a GPU, and the
 gradient of the head is read and written too often."""
+
+NOWHERE = -1e30
+"""The logit of a word that does not exist, and stands for the labels of other ranks. It is finite:
+zero times infinity is no number."""
 
 HeadOutput = Literal["log_probs", "entropy", "sum_pi_squared"]
 Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
@@ -34,20 +40,38 @@ def _not_compiled(function: Wrapped) -> Wrapped:
     return left_alone
 
 
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The run of the vocabulary that this rank has, of several that share it."""
+
+    start: int
+    size: int
+    """Words; rows of the weight beyond these are padding."""
+    group: dist.ProcessGroup
+
+
 @_not_compiled
 def head_outputs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, names: Collection[str]
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    names: Collection[str],
+    part: VocabularyPart | None = None,
 ) -> dict[HeadOutput, Tensor]:
     """Those of these that `names` names, each (N,), in float32 or better.
 
     log_probs: of the labels. entropy: of the whole distribution. sum_pi_squared: the sum of its
     squared probabilities, which has no gradient. hidden (N, H), weight (V, H), labels (N,).
+
+    `part`: the weight is that of these words alone. Hidden states and outputs are the same on all
+    ranks; each gets the gradient that comes from its own words, so that these have to be added up.
     """
     with_entropy, with_squares = "entropy" in names, "sum_pi_squared" in names
     if not (with_entropy or with_squares or "log_probs" in names):
         return {}
     log_probs, entropy, squares = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, temperature, with_entropy, with_squares
+        hidden, weight, labels, temperature, with_entropy, with_squares, part
     )
     found: dict[HeadOutput, Tensor] = {
         "log_probs": log_probs,
@@ -142,16 +166,23 @@ def _chunks(rows: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
-def _logits_by_chunk(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Rows and their logits (n, V), always in the same memory."""
-    rows, vocabulary = hidden.shape[0], weight.shape[0]
+def _logits_by_chunk(
+    hidden: Tensor, weight: Tensor, with_nowhere: bool
+) -> Iterator[tuple[slice, Tensor]]:
+    """Rows and their logits (n, V), always in the same memory; perhaps of one word more, which does
+    not exist."""
+    rows, words = hidden.shape[0], weight.shape[0]
+    vocabulary = words + with_nowhere
     size = chunk_rows(hidden, vocabulary, hidden.element_size())
     # A row begins at a multiple of 16 elements: else neither kernels nor products read it fast.
     width = -(-vocabulary // 16) * 16
     buffer = hidden.new_empty(min(rows, size), width)[:, :vocabulary]
     for part in _chunks(rows, size):
         logits = buffer[: part.stop - part.start]
-        yield part, torch.mm(hidden[part], weight.t(), out=logits)
+        torch.mm(hidden[part], weight.t(), out=logits[:, :words])
+        if with_nowhere:
+            logits[:, words].fill_(NOWHERE)
+        yield part, logits
 
 
 def _part_of(tensor: Tensor | None, part: slice) -> Tensor | None:
@@ -205,27 +236,40 @@ class _ChunkedHead(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         with_squares: bool,
+        part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = hidden.new_empty(hidden.shape[0], dtype=dtype)
         normaliser = torch.empty_like(log_probs)
         entropy = torch.empty_like(log_probs) if with_entropy else None
         squares = torch.empty_like(log_probs) if with_squares else None
+        words = len(weight)
+        if part is not None:
+            words, labels = part.size, labels - part.start
+            is_own = (labels >= 0) & (labels < words)
+            labels = torch.where(is_own, labels, words)  # the word that does not exist
         labels = labels.contiguous()
         write, _ = row_operations(hidden)
+        own = weight[:words].to(hidden.dtype)
         with _without_autocast(hidden):
-            for part, logits in _logits_by_chunk(hidden, weight.to(hidden.dtype)):
+            for rows, logits in _logits_by_chunk(hidden, own, part is not None):
                 write(
                     logits,
-                    labels[part],
+                    labels[rows],
                     temperature,
-                    log_probs[part],
-                    normaliser[part],
-                    _part_of(entropy, part),
-                    _part_of(squares, part),
+                    log_probs[rows],
+                    normaliser[rows],
+                    _part_of(entropy, rows),
+                    _part_of(squares, rows),
                 )
+        if part is not None:
+            # The label's logit after temperature, 0 where another rank has it.
+            label = torch.where(is_own, log_probs + normaliser, 0.0)
+            log_probs, normaliser, entropy, squares = _of_all_ranks(
+                label, normaliser, entropy, squares, part.group
+            )
         ctx.save_for_backward(hidden, weight, labels, normaliser, entropy)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.words, ctx.is_cut = temperature, words, part is not None
         if squares is not None:
             ctx.mark_non_differentiable(squares)
         return log_probs, entropy, squares
@@ -237,21 +281,48 @@ class _ChunkedHead(torch.autograd.Function):
         # A sum's gradient is one number seen N times: kernels want N numbers.
         grad_log_probs, grad_entropy = (g if g is None else g.contiguous() for g in grads[:2])
         assert grad_log_probs is not None, "autograd fills in zeros"
-        gradients = HeadGradients(ctx.needs_input_grad[:2], hidden, weight)
+        gradients = HeadGradients(ctx.needs_input_grad[:2], hidden, weight[: ctx.words])
         _, slope = row_operations(hidden)
         with _without_autocast(hidden):
-            for part, logits in _logits_by_chunk(hidden, gradients.weight):
+            for rows, logits in _logits_by_chunk(hidden, gradients.weight, ctx.is_cut):
                 of_logits = slope(
                     logits,
-                    labels[part],
+                    labels[rows],
                     ctx.temperature,
-                    normaliser[part],
-                    _part_of(entropy, part),
-                    grad_log_probs[part],
-                    _part_of(grad_entropy, part),
+                    normaliser[rows],
+                    _part_of(entropy, rows),
+                    grad_log_probs[rows],
+                    _part_of(grad_entropy, rows),
                 )
-                gradients.add(part, of_logits)
-        return gradients.of_hidden, gradients.of_weight, None, None, None, None
+                gradients.add(rows, of_logits[:, : ctx.words])
+        of_weight = gradients.of_weight
+        if of_weight is not None and len(of_weight) < len(weight):
+            of_weight = torch.cat([of_weight, of_weight.new_zeros(weight[ctx.words :].shape)])
+        return gradients.of_hidden, of_weight, None, None, None, None, None
+
+
+def _of_all_ranks(
+    label: Tensor,
+    normaliser: Tensor,
+    entropy: Tensor | None,
+    squares: Tensor | None,
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """From label logits, normalisers, entropies and sums of squares (N,) of each rank's vocabulary
+    to log-probs of the labels and the same of the whole."""
+    found = torch.stack(
+        [torch.zeros_like(label) if x is None else x for x in (label, normaliser, entropy, squares)]
+    )
+    parts = [torch.empty_like(found) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, found, group=group)
+    labels, normalisers, entropies, squared = torch.stack(parts, 1)  # each (ranks, N)
+    whole = torch.logsumexp(normalisers, 0)
+    share = torch.exp(normalisers - whole)  # of each rank's vocabulary in all probability
+    if entropy is not None:  # a rank's is its normaliser less its mean logit
+        entropy = whole - (share * (normalisers - entropies)).sum(0)
+    if squares is not None:
+        squares = (share.square() * squared).sum(0)
+    return labels.sum(0) - whole, whole, entropy, squares
 
 
 class _ChunkedKL(torch.autograd.Function):

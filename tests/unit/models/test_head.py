@@ -99,7 +99,8 @@ def test_a_frozen_side_gets_no_gradient(frozen: str) -> None:
     tensors = dict(zip(("hidden", "weight", "labels"), inputs(), strict=True))
     other = next(tensors[name] for name in ("hidden", "weight") if name != frozen)
     tensors[frozen] = tensors[frozen].detach()
-    log_prob = head_outputs(**tensors, temperature=1.0, names=BOTH)["log_probs"]
+    hidden, weight, labels = tensors.values()
+    log_prob = head_outputs(hidden, weight, labels, 1.0, BOTH)["log_probs"]
     expected = plainly(**tensors, temperature=1.0)[0]
     grads = [torch.autograd.grad(x.sum(), other)[0] for x in (log_prob, expected)]
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-12)
