@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,41 +11,37 @@ import pytest
 
 from caldera.errors import RolloutError
 from caldera.rollout.engines.host.caldera_engine.base import Event
-from caldera.rollout.engines.host.caldera_engine.frames import Frames
 from caldera.rollout.engines.process import EngineDied, EngineProcess
 
 HOST = """
-import socket, sys
-from caldera_engine.frames import Frames
+import sys
+from caldera_engine import __main__ as host
+from caldera_engine.base import Event
 
-frames = Frames(socket.socket(fileno=int(sys.argv[1])))
-arguments = frames.receive()
-frames.send({"answer": None})
-try:
-    while order := frames.receive():
-        if order["do"] == "score":
-            frames.send({"answer": arguments["random_seed"]})
-        elif order["prompt_ids"] == [13]:
+class Echo:
+    def __init__(self, seed):
+        self.seed, self.events = seed, []
+
+    def add(self, number, prompt_ids, **_):
+        if prompt_ids == [13]:
             sys.exit("out of luck")
-        else:
-            tokens = order["prompt_ids"]
-            event = {"number": order["number"], "token_ids": tokens, "log_probs": tokens}
-            frames.send({"events": [{**event, "version": 0}]})
-except ConnectionError:
-    pass
+        self.events.append(Event(number, prompt_ids, prompt_ids, 0))
+
+    def has_work(self):
+        return bool(self.events)
+
+    def step(self):
+        return [self.events.pop(0)]
+
+    def score(self, prompt_ids):
+        return self.seed
+
+    def close(self):
+        pass
+
+host.build_engine = lambda name, arguments: Echo(arguments["random_seed"])
+host.main()
 """
-
-
-def test_messages_arrive_whole() -> None:
-    ours, theirs = map(Frames, socket.socketpair())
-    messages = [{"n": n, "text": "x" * 70_000} for n in range(3)]
-    for message in messages[:2]:
-        ours.send(message)
-        assert theirs.receive() == message
-    ours.close()
-    with pytest.raises(ConnectionError):
-        theirs.receive()
-    theirs.close()
 
 
 @pytest.fixture
@@ -54,7 +49,7 @@ def process(tmp_path: Path) -> Iterator[EngineProcess]:
     """Tells each request back, dies of 13, and knows its seed."""
     (tmp_path / "host.py").write_text(HOST)
     python = tmp_path / "python"  # called with -m caldera_engine SOCKET NAME
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/host.py "$3"\n')
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/host.py "$3" "$4"\n')
     python.chmod(0o755)
     made = EngineProcess(str(python), "sglang", {"random_seed": 42}, {})
     yield made
@@ -81,10 +76,10 @@ def test_an_engine_that_died_says_why_and_begins_anew(process: EngineProcess) ->
     process.add(0, [13], {}, 0)
     with pytest.raises(EngineDied, match=r"ended with status 1\nout of luck"):
         process.step()
-    socket_before = process.fileno()
+    descriptor = process.connection.fileno()
     process.start()
     assert process.pid != first and process.score([1]) != seed
-    assert process.fileno() == socket_before  # which was closed, and free again
+    assert process.connection.fileno() == descriptor  # which was closed, and free again
 
 
 def test_a_python_that_is_not_there() -> None:

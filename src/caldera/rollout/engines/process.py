@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import tempfile
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +21,6 @@ from caldera.errors import RolloutError
 from caldera.rollout.engines.host import __path__ as host_path
 from caldera.rollout.engines.host.caldera_engine.base import Event
 from caldera.rollout.engines.host.caldera_engine.buckets import Adapter, Bucket
-from caldera.rollout.engines.host.caldera_engine.frames import Frames, Message
 from caldera.rollout.engines.options import reseeded
 
 # ---- One engine over the devices of several ranks: the first of them runs it
@@ -120,7 +120,7 @@ class EngineProcess:
     def start(self) -> None:
         """Begin, or begin anew after the process has died; returns when the engine is up."""
         self.close()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours, theirs = Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the process
         command = [*self._command, str(theirs.fileno()), self._name]
         try:
@@ -137,16 +137,17 @@ class EngineProcess:
             ours.close()
             self._log.close()
             raise RolloutError(f"{self._told} cannot be run: {error}") from error
-        self._frames = Frames(ours)
+        self.connection: Connection = ours
+        """Is readable when `step` would not wait, unless `has_events`."""
         self._events: list[Event] = []
-        self._end = weakref.finalize(self, _end, self._process, self._frames, self._log)
+        self._end = weakref.finalize(self, _end, self._process, ours, self._log)
         try:
-            self._frames.send(reseeded(self._name, self._arguments, self._starts))
+            self._send(reseeded(self._name, self._arguments, self._starts))
             self.torch_version = str(self._answer())
         except EngineDied as error:  # which holds the last lines
             self.close()
             raise RolloutError(f"{self._told} does not start: {error}") from error
-        except (RolloutError, OSError) as error:
+        except RolloutError as error:
             shown = self._last_lines()
             self.close()
             raise RolloutError(f"{self._told} does not start: {error}{shown}") from error
@@ -156,26 +157,15 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def fileno(self) -> int:
-        return self._frames.fileno()
-
-    def is_ready(self) -> bool:
-        """Whether `step` would not wait, although the socket may say nothing."""
-        return bool(self._events) or self._frames.is_ready()
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
 
     def add(self, number: int, prompt_ids: list[int], params: dict[str, Any], seed: int) -> None:
-        self._send(
-            {
-                "do": "add",
-                "number": number,
-                "prompt_ids": prompt_ids,
-                "params": params,
-                "seed": seed,
-            }
-        )
+        self._order("add", number=number, prompt_ids=prompt_ids, params=params, seed=seed)
 
     def abort(self, number: int) -> None:
-        self._send({"do": "abort", "number": number})
+        self._order("abort", number=number)
 
     def step(self) -> list[Event]:
         """Waits until there is a new event."""
@@ -205,8 +195,11 @@ class EngineProcess:
             self._end()
 
     def _call(self, what: str, **arguments: Any) -> Any:
-        self._send({"do": what, **arguments})
+        self._order(what, **arguments)
         return self._answer()
+
+    def _order(self, what: str, **arguments: Any) -> None:
+        self._send({"do": what, **arguments})
 
     def _answer(self) -> Any:
         while True:
@@ -217,26 +210,26 @@ class EngineProcess:
                 return message["answer"]
             self._take(message)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: dict[str, Any]) -> None:
         self._events += [Event(**event) for event in message["events"]]
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         try:
-            self._frames.send(message)
+            self.connection.send(message)
         except OSError as error:
             raise EngineDied(self._epitaph()) from error
 
-    def _receive(self) -> Message:
+    def _receive(self) -> Any:
         try:
-            return self._frames.receive()
-        except OSError as error:
+            return self.connection.recv()
+        except (EOFError, OSError) as error:
             raise EngineDied(self._epitaph()) from error
 
     def _epitaph(self) -> str:
         try:
             code = self._process.wait(SECONDS_TO_END)
         except subprocess.TimeoutExpired:
-            return f"process {self.pid} has closed its socket{self._last_lines()}"
+            return f"process {self.pid} has closed its connection{self._last_lines()}"
         return f"process {self.pid} has ended with status {code}{self._last_lines()}"
 
     def _last_lines(self) -> str:
@@ -254,9 +247,9 @@ class EngineProcess:
         return {**self._environment, **kept, **self._gpus, "PYTHONPATH": path}
 
 
-def _end(process: subprocess.Popen[bytes], frames: Frames, log: IO[bytes]) -> None:
-    """The process ends itself when its socket is closed; if it does not, it is ended."""
-    frames.close()
+def _end(process: subprocess.Popen[bytes], connection: Connection, log: IO[bytes]) -> None:
+    """The process ends itself when its connection is closed; if it does not, it is ended."""
+    connection.close()
     try:
         process.wait(SECONDS_TO_END)
     except subprocess.TimeoutExpired:

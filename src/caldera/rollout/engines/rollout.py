@@ -321,10 +321,10 @@ class EngineRollout(StepwiseRollout):
         if len(busy) <= 1:
             return busy
         links = {place: self._process(place) for place in busy}
-        if told := [place for place, link in links.items() if link.is_ready()]:
+        if told := [place for place, link in links.items() if link.has_events]:
             return told
-        readable = wait([link.fileno() for link in links.values()])
-        return [place for place, link in links.items() if link.fileno() in readable]
+        readable = wait([link.connection for link in links.values()])
+        return [place for place, link in links.items() if link.connection in readable]
 
     def _send_waiting(self) -> None:
         """Give all waiting requests to the engines."""

@@ -142,8 +142,6 @@ def _allocate(path: Path, size: int) -> None:
 
 # ---- Weights on their way to an engine on the same GPU: one buffer there, filled again and again
 
-Handle = list[object]
-
 
 class CudaBuckets:
     """Pushes weights bucket by bucket; nothing of them is kept."""
@@ -164,19 +162,13 @@ class CudaBuckets:
             entries = fill(buffer, weights, self._dtype)
             found = checksum(buffer[:size])  # which waits until they are there
             # A handle each time: PyTorch counts them against those that were read and given back.
-            handle = _handle(buffer)
+            handle = buffer.untyped_storage()._share_cuda_()
             bucket = {"cuda": handle, "bytes": size, "checksum": found, "entries": entries}
             engine.load_bucket(bucket, first)
             first = False
         del buffer
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()  # the engine needs the memory now
-
-
-def _handle(buffer: torch.Tensor) -> Handle:
-    """How another process finds the buffer, as it can be written in JSON."""
-    parts = buffer.untyped_storage()._share_cuda_()
-    return [{"hex": part.hex()} if isinstance(part, bytes) else part for part in parts]
 
 
 # ---- A LoRA adapter on its way to an engine: a folder in peft's format, in shared memory

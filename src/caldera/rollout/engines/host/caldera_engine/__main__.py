@@ -1,20 +1,24 @@
-"""An engine in a subprocess: takes orders from a socket, and sends sampled tokens.
+"""An engine in a subprocess: takes orders from a connection, and sends sampled tokens.
 
-Usage: python -m caldera_engine SOCKET vllm|sglang, where SOCKET is the number of a file descriptor
-whose first message are the engine's arguments.
+Usage: python -m caldera_engine CONNECTION vllm|sglang, where CONNECTION is the number of a file
+descriptor whose first message are the engine's arguments.
 """
 
 from __future__ import annotations
 
-import select
-import socket
+import os
 import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
 
 from .base import Event, InferenceEngine
-from .frames import Frames, Message
+
+Message = dict[str, Any]
 
 
 def build_engine(name: str, arguments: dict[str, Any]) -> InferenceEngine:
@@ -31,23 +35,32 @@ def build_engine(name: str, arguments: dict[str, Any]) -> InferenceEngine:
 class Host:
     """Obeys between two steps, so that nothing changes within one."""
 
-    def __init__(self, engine: InferenceEngine, frames: Frames) -> None:
+    def __init__(self, engine: InferenceEngine, connection: Connection) -> None:
         self._engine = engine
-        self._frames = frames
-        self._closed = False
+        self._connection = connection
+        self._orders: SimpleQueue[Message | None] = SimpleQueue()
 
     def serve(self) -> None:
-        while not self._closed:
+        """Returns when the parent process is gone."""
+        # A thread: two sides that both only write would wait for ever.
+        Thread(target=self._receive, daemon=True).start()
+        while True:
             busy = self._engine.has_work()
-            while self._frames.is_ready() or self._has_come(wait=not busy):
-                self._obey(self._frames.receive())
+            while not busy or not self._orders.empty():
+                order = self._orders.get()
+                if order is None:
+                    return
+                self._obey(order)
                 busy = True
-            if not self._closed and self._engine.has_work():
+            if self._engine.has_work():
                 self._tell(self._engine.step())
 
-    def _has_come(self, wait: bool) -> bool:
-        readable, _, _ = select.select([self._frames], [], [], None if wait else 0)
-        return bool(readable)
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._orders.put(self._connection.recv())
+        except (EOFError, OSError):
+            self._orders.put(None)
 
     def _obey(self, order: Message) -> None:
         what, arguments = order.pop("do"), order
@@ -56,13 +69,12 @@ class Host:
         elif what == "abort":
             self._engine.abort(**arguments)
         else:
-            self._closed = what == "close"
             try:
                 answer = getattr(self._engine, what)(**arguments)
             except Exception as error:  # noqa: BLE001 -- the other side raises it
-                self._frames.send({"failed": f"{type(error).__name__}: {error}"})
+                self._connection.send({"failed": f"{type(error).__name__}: {error}"})
             else:
-                self._frames.send({"answer": answer})
+                self._connection.send({"answer": answer})
 
     def _add(self, number: int, **request: Any) -> None:
         try:
@@ -73,25 +85,23 @@ class Host:
 
     def _tell(self, events: list[Event]) -> None:
         if events:
-            self._frames.send({"events": [event.as_message() for event in events]})
+            self._connection.send({"events": [vars(event) for event in events]})
 
 
 def main() -> None:
     descriptor, name = sys.argv[1:]
-    connection = socket.socket(fileno=int(descriptor))
-    connection.set_inheritable(False)  # processes of the engine would keep it open
-    frames = Frames(connection)
-    arguments = frames.receive()
+    os.set_inheritable(int(descriptor), False)  # processes of the engine would keep it open
+    connection = Connection(int(descriptor))
+    arguments = connection.recv()
     try:
         engine = build_engine(name, arguments)
     except Exception as error:
-        frames.send({"failed": f"{type(error).__name__}: {error}"})
+        connection.send({"failed": f"{type(error).__name__}: {error}"})
         raise
-    frames.send({"answer": str(torch.__version__)})
-    try:
-        Host(engine, frames).serve()
-    except ConnectionError:  # the parent process is gone
-        engine.close()
+    connection.send({"answer": str(torch.__version__)})
+    with suppress(ConnectionError):  # the parent process is gone
+        Host(engine, connection).serve()
+    engine.close()
 
 
 if __name__ == "__main__":

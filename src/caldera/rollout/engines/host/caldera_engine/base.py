@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from .buckets import Adapter, Bucket
@@ -22,9 +22,6 @@ class Event:
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_log_probs: list[float] | None = None
     error: str | None = None
-
-    def as_message(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class SteppedEngine(Protocol):

@@ -39,11 +39,10 @@ def map_file(path: str, size: int) -> Tensor:
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
 
-def map_cuda(handle: list[Any], size: int) -> Tensor:
+def map_cuda(handle: tuple[Any, ...], size: int) -> Tensor:
     """The bytes of another process's buffer on a GPU as a tensor (size,)."""
     torch.cuda.init()
-    parts = [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in handle]
-    storage = torch.UntypedStorage._new_shared_cuda(*parts)
+    storage = torch.UntypedStorage._new_shared_cuda(*handle)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:size]
 
 
