@@ -1,4 +1,4 @@
-"""SGLang with an adapter of its own: what goes over, and what it computes with."""
+"""SGLang with the weights of a model that has an adapter: what goes over, and what it computes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from tests.engine_trials import (
     native,
     note_orders,
     python_of,
-    spoil_adapter,
 )
 
 pytestmark = pytest.mark.slow
@@ -63,7 +62,7 @@ def requests(count: int = 4) -> list[Request]:
     return [Request([5 + n, 6, 7 + n], params, n) for n in range(count)]
 
 
-def test_the_adapter_alone_goes_over(
+def test_weights_come_with_the_adapter(
     rollout: EngineRollout, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orders = note_orders(monkeypatch)
@@ -75,8 +74,8 @@ def test_the_adapter_alone_goes_over(
         assert native(model, requests())[0].token_ids != expected[0].token_ids
     told = [each.what for each in orders]
     assert [what for what in told if what in ("load_bucket", "use_weights", "score")] == [
-        "load_bucket", "use_weights", "score", "use_weights", "score",
-    ]  # fmt: skip
+        "load_bucket", "use_weights", "score",
+    ] * 2  # fmt: skip
 
 
 def test_requests_in_flight_go_on_with_the_next(
@@ -102,10 +101,6 @@ def test_requests_in_flight_go_on_with_the_next(
 def test_another_adapter_than_the_trainers_is_found_out(
     rollout: EngineRollout, model: torch.nn.Module
 ) -> None:
-    change_adapter(model, rollout, 4)
-    spoil_adapter(rollout)
-    with pytest.raises(RolloutError, match="checksum"):
-        rollout.generate(requests())
     change_adapter(model, rollout, 5)
     with without_adapter(model):
         rollout.expect(probe_module(model, CPU, 64))

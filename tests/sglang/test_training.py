@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def test_an_adapter(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_trains_an_adapter(
         lab, tmp_path, monkeypatch, "actor_rollout_ref.rollout.name=sglang",
-        f"actor_rollout_ref.rollout.engine_python={python_of('sglang')}",
+        f"actor_rollout_ref.rollout.engine_python={python_of('sglang')}", is_merged=True,
     )  # fmt: skip
 
 

@@ -214,7 +214,7 @@ def with_adapter(engine: CountingEngine, adapted: Any, config: Any) -> EngineRol
     shape = adapter_shape(adapted)
     assert shape is not None
     files = WeightFiles(torch.float32, 1 << 20)
-    weights = EngineWeights(1, files, AdapterFolders("vllm", shape))
+    weights = EngineWeights(1, files, AdapterFolders(shape))
     return EngineRollout(
         "vllm", config(name="vllm"), adapted, CPU, [engine], weights, torch.float32
     )

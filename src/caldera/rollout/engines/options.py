@@ -51,7 +51,8 @@ def engine_arguments(
     chosen = {key: value for key, value in given.items() if value is not None}
     arguments = BUILDERS[name](config, model, gpus is None)
     if adapter is not None:
-        arguments |= _of_adapter(name, adapter)
+        # There is one at a time: with new weights another takes its place.
+        arguments |= {"enable_lora": True, "max_lora_rank": adapter.rank, "max_loras": 1}
     fixed = {"model", "model_path", "dtype", "load_format", "skip_tokenizer_init"}
     if taken := sorted(fixed & chosen.keys()):
         raise ConfigError(
@@ -133,19 +134,6 @@ def _sglang(config: RolloutConfig, model: str, on_cpu: bool) -> Arguments:
         if config.cudagraph_capture_sizes is not None:
             arguments["cuda_graph_bs"] = config.cudagraph_capture_sizes
     return arguments
-
-
-def _of_adapter(name: str, adapter: AdapterShape) -> Arguments:
-    """There is one at a time: with new weights another takes its place."""
-    arguments: Arguments = {"enable_lora": True, "max_lora_rank": adapter.rank}
-    if name == "vllm":
-        return {**arguments, "max_loras": 1}
-    return {
-        **arguments,
-        "max_loras_per_batch": 1,
-        "lora_target_modules": adapter.targets,
-        "lora_backend": "torch_native",  # its other kernels are for GPUs
-    }
 
 
 BUILDERS: dict[str, Callable[[RolloutConfig, str, bool], Arguments]] = {

@@ -13,7 +13,7 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -50,7 +50,6 @@ from caldera.rollout.engines.weights import (
     CudaBuckets,
     EngineWeights,
     ModuleWeights,
-    NoFiles,
     WeightFiles,
     WeightSource,
     adapter_shape,
@@ -430,15 +429,15 @@ class _ConfiguredEngine(EngineRollout):
         dtype = sampling_dtype(module, config.dtype, device)
         folder = own_folder("caldera-model", Path(tempfile.gettempdir()))
         _write_config(module, folder)
-        adapter = _adapter(name, config, module, device)
+        adapter = _adapter(name, config, module)
         ranks = EngineRanks.join(config.tensor_model_parallel_size, device)
         arguments = engine_arguments(name, config, str(folder), _devices(device, ranks), adapter)
         arguments["dtype"] = str(dtype).removeprefix("torch.")
         engines: list[SteppedEngine] = []
         if ranks is None or ranks.leads:
-            with told_of_merging(None if adapter is None else name):
+            with nullcontext() if adapter is None else told_of_merging():
                 engines = _start(name, config, arguments, device, ranks)
-        adapters = None if adapter is None else AdapterFolders(name, adapter)
+        adapters = None if adapter is None else AdapterFolders(adapter)
         weights = _weights(config, dtype, device, engines, adapters, ranks)
         super().__init__(name, config, module, device, engines, weights, dtype, folder, ranks)
 
@@ -495,9 +494,7 @@ def _start(
         return list(pool.map(start, range(config.data_parallel_size)))
 
 
-def _adapter(
-    name: str, config: RolloutConfig, module: nn.Module, device: torch.device
-) -> AdapterShape | None:
+def _adapter(name: str, config: RolloutConfig, module: nn.Module) -> AdapterShape | None:
     """The engine's adapter; None if there is none, or it comes merged."""
     shape = adapter_shape(module)
     if shape is None:
@@ -505,7 +502,7 @@ def _adapter(
     if (config.engine_kwargs.get(name) or {}).get("enable_lora") is False:
         why: str | None = f"{KEY}.engine_kwargs.{name}.enable_lora=False"
     else:
-        why = why_merged(name, module, device)
+        why = why_merged(name, module, shape)
     if why is not None:
         logger.info("%s gets the adapter merged into the weights: %s", name, why)
         return None
@@ -524,13 +521,8 @@ def _weights(
     # The format of a memory handle is that of one version of torch.
     builds = {each.torch_version if isinstance(each, EngineProcess) else "" for each in engines}
     shares_gpu = device.type == "cuda" and builds == {str(torch.__version__)} and ranks is None
-    files = WeightFiles if engines else NoFiles
-    return EngineWeights(
-        len(engines),
-        files(dtype, bucket),
-        adapters,
-        CudaBuckets(dtype, bucket, device) if shares_gpu else None,
-    )
+    cuda = CudaBuckets(dtype, bucket, device) if shares_gpu else None
+    return EngineWeights(len(engines), WeightFiles(dtype, bucket), adapters, cuda)
 
 
 def _require(name: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import weakref
 from collections.abc import Iterable, Iterator
@@ -83,14 +82,6 @@ class WeightFiles:
             "checksum": checksum(memory),
             "entries": entries,
         }
-
-
-class NoFiles(WeightFiles):
-    """Of a rank whose engine is another's: weights that ranks gather together pass by."""
-
-    def write(self, stream: NamedWeights) -> None:
-        for _ in stream:
-            pass
 
 
 def in_buckets(
@@ -175,10 +166,6 @@ class CudaBuckets:
 
 LARGEST_RANK = 512
 """That vLLM has kernels for."""
-BESIDE = {"q_proj": "v_proj", "k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-"""SGLang has some layers as one, and takes adapters of these only beside those of others."""
-OF_SGLANG = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj")
-"""Layers of dense models, which SGLang finds by these names."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +174,6 @@ class AdapterShape:
 
     rank: int
     """The largest of all layers."""
-    targets: list[str]
-    """Names of layers, without the path to them."""
     settings: dict[str, Any]
     """Content of adapter_config.json."""
 
@@ -199,78 +184,51 @@ def adapter_shape(module: nn.Module) -> AdapterShape | None:
     if not layers:
         return None
     lora: Any = module.peft_config[ADAPTER]  # type: ignore[index]
-    targets = sorted({name.rpartition(".")[2] for name in layers})
     ranks = [lora.r, *lora.rank_pattern.values()]
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "bias": "none",
-        "target_modules": targets,
+        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
         "use_rslora": lora.use_rslora,
         "rank_pattern": dict(lora.rank_pattern),
         "alpha_pattern": dict(lora.alpha_pattern),
     }
-    return AdapterShape(max(ranks), targets, settings)
+    return AdapterShape(max(ranks), settings)
 
 
-def why_merged(name: str, module: nn.Module, device: torch.device) -> str | None:
+def why_merged(name: str, module: nn.Module, shape: AdapterShape) -> str | None:
     """Why an engine cannot have a module's adapter as such; None if it can."""
+    if name != "vllm":
+        return "Caldera brings adapters to vLLM alone"
     if any(".modules_to_save." in each for each, _ in module.named_parameters()):
         return "whole layers are trained with it"
     for layer in adapted_layers(base_module(module)).values():
         if ADAPTER in layer.lora_embedding_A or layer.fan_in_fan_out:
             return "it adapts other layers than linear ones"
-    shape = adapter_shape(module)
-    if shape is None:
-        return None
-    if name == "sglang":
-        return _why_not_sglang(module, shape, device)
     if shape.rank > LARGEST_RANK:
         return f"its rank is {shape.rank}, and vLLM takes {LARGEST_RANK} at most"
     return None
 
 
-def _why_not_sglang(module: nn.Module, shape: AdapterShape, device: torch.device) -> str | None:
-    if device.type != "cpu":
-        return "Caldera brings adapters to SGLang on CPUs alone"
-    if any(shape.settings[key] for key in ("use_rslora", "rank_pattern", "alpha_pattern")):
-        return "SGLang scales every layer by lora_alpha / lora_rank"
-    layers = adapted_layers(base_module(module))
-    has_keys = any(layer.endswith(".k_proj") for layer in layers)
-    for layer in layers:
-        if not OF_SGLANG.fullmatch(layer):
-            return f"SGLang may not know {layer} by that name"
-        block, _, own = layer.rpartition(".")
-        needed = BESIDE.get(own)
-        if needed is not None and f"{block}.{needed}" not in layers:
-            return f"SGLang takes {layer} only beside {needed}"
-        if own == "q_proj" and has_keys and f"{block}.k_proj" not in layers:
-            return f"SGLang takes {layer} only beside k_proj, as others have it"
-    return None
-
-
 @contextmanager
-def told_of_merging(engine: str | None) -> Iterator[None]:
-    """If an `engine` that has an adapter fails, the error suggests how to do without."""
+def told_of_merging() -> Iterator[None]:
+    """If an engine that has an adapter fails, the error suggests how to do without."""
     try:
         yield
     except (RolloutError, RuntimeError, ValueError) as error:
-        if engine is None:
-            raise
         raise RolloutError(
-            f"{error}\nIf it is the LoRA adapter that {engine} cannot have: "
-            f"{KEY}.engine_kwargs.{engine}.enable_lora=False merges it into the weights"
+            f"{error}\nIf it is the LoRA adapter that vllm cannot have: "
+            f"{KEY}.engine_kwargs.vllm.enable_lora=False merges it into the weights"
         ) from error
 
 
 class AdapterFolders:
     """The newest adapter: an engine that was started anew reads it again."""
 
-    def __init__(self, engine: str, shape: AdapterShape, root: Path = SHARED_MEMORY) -> None:
-        self.engine = engine
-        """Whose adapter it is: vllm or sglang."""
+    def __init__(self, shape: AdapterShape, root: Path = SHARED_MEMORY) -> None:
         self._shape = shape
         self._root = own_folder("caldera-adapter", root)
         self._remove = weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
@@ -402,7 +360,7 @@ class EngineWeights:
         if self._adapters is None or self._adapters.newest is None:
             engine.use_weights(version, None)
         else:
-            with told_of_merging(self._adapters.engine):
+            with told_of_merging():
                 engine.use_weights(version, self._adapters.newest)
         self.lacking.discard(place)
 
@@ -413,4 +371,8 @@ class EngineWeights:
 
     def _write(self, stream: NamedWeights) -> None:
         self._source = None
-        self._files.write(stream)
+        if self._engines:
+            self._files.write(stream)
+        else:  # they are another rank's: weights that ranks gather together pass by
+            for _ in stream:
+                pass

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable
-from functools import wraps
-from pathlib import Path
 from typing import Any
 
 from .base import Event
-from .buckets import ADAPTER_FILE, Adapter, Bucket, check_adapter, read_bucket
+from .buckets import Adapter, Bucket, read_bucket
 
 SECONDS_OF_A_STEP = 0.05
 """How long a step waits at most, so that the caller can do something else between."""
@@ -23,15 +19,15 @@ class SGLangEngine:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         """`arguments` are those of SGLang's Engine."""
-        self._engine = _engine_class(arguments)(**arguments)
+        import sglang
+
+        self._engine = sglang.Engine(**arguments)
         self._can_sleep = bool(arguments.get("enable_memory_saver"))
         self._loop: asyncio.AbstractEventLoop = self._engine.loop
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._events: list[Event] = []
         self._told = asyncio.Event()
         self._version = 0
-        self._adapters = 0  # how many there were
-        self._adapter: str | None = None
 
     def add(self, number: int, prompt_ids: list[int], params: dict[str, Any], seed: int) -> None:
         """SGLang draws from one random stream: the seed is not the request's own."""
@@ -72,44 +68,12 @@ class SGLangEngine:
             _give_back(weights)
 
     def use_weights(self, version: int, adapter: Adapter | None) -> None:
+        """`adapter` is None: SGLang gets weights in which it is merged."""
         # SGLang reports the end of an aborted request a moment before it is rid of it.
         flushed = self._engine.tokenizer_manager.flush_cache(timeout_s=SECONDS_TO_BE_IDLE)
         if not self._loop.run_until_complete(flushed).success:
             raise RuntimeError("SGLang does not drop what it has cached with other weights")
-        if self._adapter is not None:
-            before, self._adapter = self._adapter, None
-            self._loop.run_until_complete(self._unload(before))
-        if adapter is not None:
-            self._adapter = self._load_adapter(adapter)
         self._version = version
-
-    def _load_adapter(self, adapter: Adapter) -> str:
-        """As tensors: from a folder SGLang reads with the format of the model's weights, and those
-        are dummies. Returns the name that requests are to give."""
-        from safetensors.torch import load_file
-
-        check_adapter(adapter)
-        self._adapters += 1
-        name, folder = f"adapter-{self._adapters}", Path(adapter["path"])
-        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        told = self._engine.load_lora_adapter_from_tensors(
-            name, load_file(folder / ADAPTER_FILE), settings
-        )
-        if not told.success:
-            raise RuntimeError(f"SGLang does not take the adapter: {told.error_message}")
-        return name
-
-    async def _unload(self, name: str) -> None:
-        """No request is left. SGLang's own way waits for those that it counts, and it goes on
-        counting the ones that were aborted before they had begun."""
-        from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
-
-        manager = self._engine.tokenizer_manager
-        known_as = await manager.lora_registry.unregister(name)
-        order = UnloadLoRAAdapterReqInput(lora_name=name, lora_id=known_as)
-        for told in await manager.update_lora_adapter_communicator(order):
-            if not told.success:
-                raise RuntimeError(f"SGLang does not drop an adapter: {told.error_message}")
 
     def score(self, prompt_ids: list[int]) -> list[float]:
         told = self._loop.run_until_complete(
@@ -119,7 +83,6 @@ class SGLangEngine:
                 return_logprob=True,
                 logprob_start_len=0,
                 rid=PROBE,
-                lora_path=self._adapter,
             )
         )
         return _of_prompt(told["meta_info"])
@@ -158,7 +121,6 @@ class SGLangEngine:
                 top_logprobs_num=params.get("logprobs", 0),
                 stream=True,
                 rid=str(number),
-                lora_path=self._adapter,
             )
             async for told in stream:
                 event = self._event(number, told["meta_info"], known, wants_prompt)
@@ -192,36 +154,6 @@ class SGLangEngine:
             del self._tasks[event.number]
         self._events.append(event)
         self._told.set()
-
-
-def _engine_class(arguments: dict[str, Any]) -> Any:
-    import sglang
-
-    if not arguments.get("enable_lora") or arguments.get("device") != "cpu":
-        return sglang.Engine
-    from sglang.srt.entrypoints.engine import Engine
-
-    return type("Engine", (Engine,), {"run_scheduler_process_func": staticmethod(run_unpinned)})
-
-
-def run_unpinned(*arguments: Any, **named: Any) -> None:
-    """SGLang's scheduler, in a separate process that pins no memory: SGLang's layers with
-    adapters ask for that on a CPU, too, where torch refuses."""
-    import torch
-    from sglang.srt.managers.scheduler import run_scheduler_process
-
-    library: Any = torch
-    library.tensor, library.zeros = _unpinned(torch.tensor), _unpinned(torch.zeros)
-    library.Tensor.pin_memory = lambda tensor, *_: tensor
-    run_scheduler_process(*arguments, **named)
-
-
-def _unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(make)
-    def made(*arguments: Any, pin_memory: bool = False, **named: Any) -> Any:
-        return make(*arguments, **named)
-
-    return made
 
 
 def _give_back(weights: list[tuple[str, Any]]) -> None:
