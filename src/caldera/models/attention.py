@@ -9,7 +9,7 @@ paged key/value cache for sampling. So no model is rewritten, and nothing is pat
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,28 +28,22 @@ PADDING_WASTE = 2.0
 """Sequences are attended in one rectangle while it is at most this many times their tokens."""
 
 
-class AttentionLayer(Protocol):
-    """The attention module of a decoder layer."""
+class AttentionLayer(NamedTuple):
+    """The attention of a decoder layer."""
 
-    layer_idx: int
+    module: Any
+    """Its `layer_idx` is the layer's number: compiled layers would not share their code with it."""
+    scale: float
+    """Of the scores."""
+    window: int | None
+    """How many positions a token sees, itself included; None for all."""
 
 
 class AttentionContext(Protocol):
     """How the tokens of one forward pass attend to each other."""
 
-    def attend(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        """Causal attention. query (T, Hq, D); key and value (T, Hkv, D); returns (T, Hq, D).
-
-        `window` is the number of positions a token sees, itself included; None for all.
-        """
+    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention. query (T, Hq, D); key and value (T, Hkv, D); returns (T, Hq, D)."""
         ...
 
 
@@ -84,7 +78,7 @@ def _attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     # Under autocast, the rotary embedding has promoted query and key back to float32.
     rows = [x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)]
-    out = context.attend(module, rows[0], rows[1], rows[2], scale, sliding_window)
+    out = context.attend(AttentionLayer(module, scale, sliding_window), *rows)
     return out.unsqueeze(0), None  # (1, T, Hq, D)
 
 
@@ -165,15 +159,8 @@ class PackedSequences:
         self.position_ids = send(positions[None], device)  # (1, T)
         self._rectangles: list[tuple[Tensor, Tensor, tuple[int, int]]] | None = None
 
-    def attend(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        _, scale, window = layer
         if query.is_cuda and in_exactness():
             exact: Tensor = _ExactAttention.apply(  # type: ignore[no-untyped-call]
                 self, query, key, value, scale, window

@@ -45,15 +45,7 @@ class SharedSequences:
         self._sequence = sequence
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # ranks talk to each other
-    def attend(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         size = self._sequence.size
         if query.shape[1] % size:
             raise ConfigError(
@@ -64,7 +56,7 @@ class SharedSequences:
         if copies > 1:
             key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
         rows = [_Exchange.apply(x, self._sequence, True) for x in (query, key, value)]  # type: ignore[no-untyped-call]
-        attended = self._whole.attend(layer, rows[0], rows[1], rows[2], scale, window)
+        attended = self._whole.attend(layer, *rows)
         out = _Exchange.apply(attended, self._sequence, False)  # type: ignore[no-untyped-call]
         return cast(Tensor, out)
 

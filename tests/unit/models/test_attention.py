@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +12,11 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from caldera.errors import UnsupportedError
-from caldera.models.attention import ATTENTION, PackedSequences
+from caldera.models.attention import ATTENTION, AttentionLayer, PackedSequences
 from caldera.models.forward import hidden_states
 
 Build = Callable[..., PreTrainedModel]
 CPU = torch.device("cpu")
-LAYER = SimpleNamespace(layer_idx=0)
 # All of one length; one; one rectangle with padding; several rectangles, not in order.
 LENGTHS = [[6, 6, 6], [5], [4, 5, 3], [9, 1, 30, 2, 17, 1]]
 
@@ -53,7 +51,8 @@ def test_attention_and_its_gradient(
 
     query, key, value = inputs = [random(heads), random(key_heads), random(key_heads)]
     upstream = random(heads).detach()
-    packed = PackedSequences(lengths, CPU).attend(LAYER, query, key, value, 0.3, window)
+    layer = AttentionLayer(None, 0.3, window)
+    packed = PackedSequences(lengths, CPU).attend(layer, query, key, value)
     parts = zip(*(tensor.split(lengths) for tensor in inputs), strict=True)
     plain = torch.cat([attend_plainly(q, k, v, 0.3, window) for q, k, v in parts])
     torch.testing.assert_close(packed, plain, rtol=1e-12, atol=1e-12)
@@ -135,9 +134,9 @@ def test_under_autocast_attention_is_in_half_precision(tiny_model: Build) -> Non
     seen: list[torch.dtype] = []
 
     class Recorder(PackedSequences):
-        def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+        def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor) -> Any:
             seen.extend([query.dtype, key.dtype, value.dtype])
-            return super().attend(layer, query, key, value, *rest)
+            return super().attend(layer, query, key, value)
 
     context = Recorder([3], CPU)
     with torch.autocast("cpu", dtype=torch.bfloat16):

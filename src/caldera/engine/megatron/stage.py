@@ -28,7 +28,7 @@ from caldera.engine.base import ForwardPlan, Outputs
 from caldera.engine.megatron.groups import Places
 from caldera.engine.megatron.shape import has_experts
 from caldera.engine.packed_model import PackedRows
-from caldera.models.attention import AttentionContext
+from caldera.models.attention import AttentionContext, AttentionLayer
 from caldera.models.head import VocabularyPart, head_outputs
 from caldera.models.pretrained import VALUE_HEAD
 
@@ -124,7 +124,8 @@ class PackedAttention(nn.Module):
         """query (t, heads, D); key and value (t, groups, D); returns (t, heads * D)."""
         query, key = (_turn(x, packed_seq_params) for x in (query, key))
         context = packed_seq_params.context
-        attended = context.attend(self, query, key, value.contiguous(), self._scale, None)
+        layer = AttentionLayer(self, self._scale, None)
+        attended = context.attend(layer, query, key, value.contiguous())
         return attended.flatten(1)
 
 

@@ -35,61 +35,51 @@ class PagedAttention:
 
     def __init__(self, cache: KVCache, step: Step, device: torch.device) -> None:
         self._cache = cache
+        self._step = step
         self._device = device
-        self._tables = step.tables  # (S, pages of the longest)
-        self._counts = step.counts  # (S,) tokens of each sequence that are new
-        self._ends = step.ends  # (S,) tokens of each sequence, with these
         self._slots = to_device(step.slots, device)  # (T,)
-        self._whole = PackedSequences(self._counts.tolist(), device) if step.is_whole else None
+        self._whole = PackedSequences(step.counts.tolist(), device) if step.is_whole else None
         self._rectangles: list[_Rectangle] | None = None
         self._packed: _PackedKeys | None = None
 
-    def attend(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # under autocast the rotary embedding leaves query and key in float32, unlike the value
         query, key = query.to(value.dtype), key.to(value.dtype)
-        number = layer.layer_idx
+        number = layer.module.layer_idx
         self._cache.write(number, self._slots, key, value)
         if self._whole is not None:
-            return self._whole.attend(layer, query, key, value, scale, window)
+            return self._whole.attend(layer, query, key, value)
         keys, values = self._cache.keys[number], self._cache.values[number]
         if query.is_cuda and in_exactness():
-            return self._attend_exactly(query, keys, values, scale, window)
+            return self._attend_exactly(layer, query, keys, values)
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             if self._packed is None:
-                self._packed = _PackedKeys(self._tables, self._counts, self._ends, self._device)
-            return self._packed.attend(query, keys, values, scale, window)
+                self._packed = _PackedKeys(self._step, self._device)
+            return self._packed.attend(layer, query, keys, values)
         if self._rectangles is None:
-            starts = np.cumsum(self._counts) - self._counts
             self._rectangles = [
-                _Rectangle(self._tables, self._counts, self._ends, starts, rows, self._device)
-                for rows in plan_rectangles(self._counts, self._ends)
+                _Rectangle(self._step, rows, self._device)
+                for rows in plan_rectangles(self._step.counts, self._step.ends)
             ]
         out = torch.empty_like(query)
         for part in self._rectangles:
-            part.attend(query, keys, values, scale, window, out)
+            part.attend(layer, query, keys, values, out)
         return out
 
     def _attend_exactly(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+        self, layer: AttentionLayer, query: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         from caldera.models.exact_cuda import attend  # Triton comes with the torch for CUDA alone
 
-        begins = np.cumsum(self._counts) - self._counts - (self._ends - self._counts)
-        positions = np.arange(self._counts.sum()) - np.repeat(begins, self._counts)
-        rows = np.repeat(np.arange(len(self._counts)), self._counts)
+        step = self._step
+        rows = np.repeat(np.arange(len(step.counts)), step.counts)
         pointers = np.array([keys.data_ptr(), values.data_ptr()])
         pages, tables, rows_of, where = (
-            to_device(array, self._device) for array in (pointers, self._tables, rows, positions)
+            to_device(array, self._device)
+            for array in (pointers, step.tables, rows, step.positions)
         )
-        return attend(query, keys, None, where, scale, window, (pages, tables, rows_of, PAGE_SIZE))
+        paged = (pages, tables, rows_of, PAGE_SIZE)
+        return attend(query, keys, None, where, layer.scale, layer.window, paged)
 
 
 def plan_rectangles(counts: IntArray, ends: IntArray) -> list[IntArray]:
@@ -114,20 +104,13 @@ def plan_rectangles(counts: IntArray, ends: IntArray) -> list[IntArray]:
 class _Rectangle:
     """Some sequences' queries and pages, gathered, with a mask over what is unseen."""
 
-    def __init__(
-        self,
-        tables: IntArray,
-        counts: IntArray,
-        ends: IntArray,
-        starts: IntArray,
-        rows: IntArray,
-        device: torch.device,
-    ) -> None:
-        """`rows` are its sequences; `starts`, where among the tokens each of all begins."""
-        counts, ends, starts = counts[rows], ends[rows], starts[rows]
+    def __init__(self, step: Step, rows: IntArray, device: torch.device) -> None:
+        """`rows` are its sequences."""
+        starts = (np.cumsum(step.counts) - step.counts)[rows]
+        counts, ends = step.counts[rows], step.ends[rows]
         self._shape = (len(rows), int(counts.max()))  # (b, Q)
         width = -(-int(ends.max()) // PAGE_SIZE)
-        self._pages = to_device(tables[rows, :width].ravel(), device)
+        self._pages = to_device(step.tables[rows, :width].ravel(), device)
         column = np.minimum(np.arange(self._shape[1]), counts[:, None] - 1)  # the last is repeated
         kept = np.flatnonzero(np.arange(self._shape[1]) < counts[:, None])
         cells = (starts[:, None] + column).ravel()
@@ -139,13 +122,7 @@ class _Rectangle:
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        window: int | None,
-        out: Tensor,
+        self, layer: AttentionLayer, query: Tensor, keys: Tensor, values: Tensor, out: Tensor
     ) -> None:
         """Writes the rows of `out` (T, Hq, D) that are these sequences'."""
         heads, head_dim = keys.shape[2:]
@@ -157,11 +134,11 @@ class _Rectangle:
         grouped = query.index_select(0, self._cells).view(count, width, heads, -1, head_dim)
         grouped = grouped.permute(0, 2, 3, 1, 4)  # (b, Hkv, G, Q, D)
         groups = grouped.shape[2]
-        mask = self._mask(window, query.dtype)
+        mask = self._mask(layer.window, query.dtype)
         if width > 1:
             mask = mask.repeat(1, 1, groups, 1)  # (b, 1, G * Q, L)
         attended = F.scaled_dot_product_attention(
-            grouped.flatten(2, 3), gathered[0], gathered[1], attn_mask=mask, scale=scale
+            grouped.flatten(2, 3), gathered[0], gathered[1], attn_mask=mask, scale=layer.scale
         )
         attended = attended.view(count, heads, groups, width, head_dim).permute(0, 3, 1, 2, 4)
         flat = attended.reshape(-1, *query.shape[1:])  # (b * Q, Hq, D)
@@ -181,25 +158,21 @@ class _Rectangle:
 class _PackedKeys:
     """The sequences' tokens, gathered end to end for PyTorch's variable-length flash kernel."""
 
-    def __init__(
-        self, tables: IntArray, counts: IntArray, lengths: IntArray, device: torch.device
-    ) -> None:
-        """`counts`: how many of each sequence's last tokens are queries."""
+    def __init__(self, step: Step, device: torch.device) -> None:
+        counts, lengths = step.counts, step.ends
         self._lengths = to_device(lengths, device)
         self._longest = int(lengths.max())
         self._most_queries = int(counts.max())
         self._queries = to_device(np.cumsum([0, *counts]).astype(np.int32), device)  # (B + 1,)
         self._cumulative = F.pad(self._lengths.cumsum(0), (1, 0)).to(torch.int32)  # (B + 1,)
         positions = torch.arange(self._longest, device=device)
-        pages = to_device(tables, device)[:, positions // PAGE_SIZE]  # (B, longest)
+        pages = to_device(step.tables, device)[:, positions // PAGE_SIZE]  # (B, longest)
         slots = pages * PAGE_SIZE + positions % PAGE_SIZE
         kept = positions < self._lengths[:, None]
         flat = torch.nonzero_static(kept.flatten(), size=int(lengths.sum())).flatten()
         self._slots = slots.flatten().index_select(0, flat)  # (sum of lengths,)
 
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: AttentionLayer, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         key, value = (
             pages.view(-1, *pages.shape[2:]).index_select(0, self._slots)
             for pages in (keys, values)
@@ -212,6 +185,6 @@ class _PackedKeys:
             self._cumulative,
             self._most_queries,
             self._longest,
-            scale,
-            window,
+            layer.scale,
+            layer.window,
         )

@@ -12,9 +12,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,6 @@ CODE_FOLDER = Path("~/.cache/caldera/compiled")
 """The folder of compiled code for the next process, unless PyTorch's own variable is set."""
 
 _current = threading.local()
-
-
-@dataclass
-class _Layer:
-    layer_idx: int
 
 
 @contextmanager
@@ -46,9 +41,10 @@ def _attending(context: AttentionContext) -> Iterator[None]:
 @torch.library.custom_op("caldera::attend", mutates_args=())
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
     context: AttentionContext = _current.context
-    layer = _Layer(_current.layer)
+    module = SimpleNamespace(layer_idx=_current.layer)
     _current.layer += 1  # layers come in their order
-    return context.attend(layer, query, key, value, scale, window if window >= 0 else None)
+    layer = AttentionLayer(module, scale, window if window >= 0 else None)
+    return context.attend(layer, query, key, value)
 
 
 @_attend.register_fake
@@ -59,17 +55,9 @@ def _(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> T
 class _Opaque:
     """The context that the compiler sees."""
 
-    def attend(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        reach = -1 if window is None else window
-        out: Tensor = torch.ops.caldera.attend(query, key, value, scale, reach)
+    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        reach = -1 if layer.window is None else layer.window
+        out: Tensor = torch.ops.caldera.attend(query, key, value, layer.scale, reach)
         return out
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from caldera.errors import UnsupportedError
+from caldera.models.attention import AttentionLayer
 from caldera.rollout.native.attention import PagedAttention, plan_rectangles
 from caldera.rollout.native.blocks import BlockManager, pages_for
 from caldera.rollout.native.cache import CacheShape, KVCache
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from tests.unit.rollout.conftest import BuildModel
 
 CPU = torch.device("cpu")
-LAYER = SimpleNamespace(layer_idx=0)
+MODULE = SimpleNamespace(layer_idx=0)
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
@@ -59,12 +60,13 @@ def test_decode_attends_to_the_pages_of_its_sequence(
     )  # fmt: skip
     assert step.is_whole and step.positions.tolist() == positions.tolist()
     prefill = PagedAttention(cache, step, CPU)
-    prefilled = prefill.attend(LAYER, query[:tokens], key[:tokens], value[:tokens], 0.3, window)
+    layer = AttentionLayer(MODULE, 0.3, window)
+    prefilled = prefill.attend(layer, query[:tokens], key[:tokens], value[:tokens])
 
     tables = blocks.tables[:, : pages_for(int(lengths.max()) + 1)]
     next_step = Decode(rows, rows, blocks.slots(rows, lengths), lengths + 1, tables)
     decode = PagedAttention(cache, next_step, CPU)
-    decoded = decode.attend(LAYER, query[tokens:], key[tokens:], value[tokens:], 0.3, window)
+    decoded = decode.attend(layer, query[tokens:], key[tokens:], value[tokens:])
 
     start = 0
     for row, length in enumerate(lengths.tolist()):

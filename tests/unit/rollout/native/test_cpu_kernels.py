@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from caldera.errors import UnsupportedError
+from caldera.models.attention import AttentionLayer
 from caldera.rollout.native.blocks import PAGE_SIZE, pages_for
 from caldera.rollout.native.cache import CacheShape, KVCache
 from caldera.rollout.native.cpu import kernels as module
@@ -135,10 +136,10 @@ def test_values_of_another_size_are_refused() -> None:
     assert kernels is not None
     some = Sequences([1, 1], [4, 20], 2, 16)
     attention = CompiledAttention(kernels, some.cache, some.step())
-    layer = SimpleNamespace(layer_idx=0)
+    layer = AttentionLayer(SimpleNamespace(layer_idx=0), 1.0, None)
     query, key, value = torch.randn(2, 4, 16), torch.randn(2, 2, 16), torch.randn(2, 2, 8)
     with pytest.raises(UnsupportedError, match=r"layer 0 has keys or values of shape \(2, 8\)"):
-        attention.attend(layer, query, key, value, 1.0, None)
+        attention.attend(layer, query, key, value)
 
 
 def test_a_compiler_that_fails(

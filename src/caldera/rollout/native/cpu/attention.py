@@ -49,16 +49,8 @@ class CompiledAttention:
             *(array.ctypes.data for array in self._arrays),
         )
 
-    def attend(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        parts = AttentionParts(layer.layer_idx, scale, window)
+    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        parts = AttentionParts(layer.module.layer_idx, layer.scale, layer.window)
         return self.turn_and_attend(parts, (_dense(query), _dense(key), _dense(value)), None)
 
     def turn_and_attend(

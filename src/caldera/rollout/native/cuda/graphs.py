@@ -113,28 +113,20 @@ class CapturedDecode:
         self._state = state
         self._inputs = inputs  # (5, B)
 
-    def attend(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         from caldera.rollout.native.cuda.attention_kernels import Pages, attend_pages, keep
 
         inputs, tables = self._inputs, self._state.tables
-        pointers = self._state.pointers[layer.layer_idx]
+        pointers = self._state.pointers[layer.module.layer_idx]
         pages = Pages(pointers, inputs, tables)
         query, key = query.to(value.dtype), key.to(value.dtype)
         if not in_exactness():
-            return attend_pages(query, key, value, pages, scale, window)
+            return attend_pages(query, key, value, pages, layer.scale, layer.window)
         from caldera.models.exact_cuda import attend
 
         keep(key, value, pages)
         paged = (pointers, tables, inputs[0], PAGE_SIZE)
-        return attend(query, key, None, inputs[1], scale, window, paged)
+        return attend(query, key, None, inputs[1], layer.scale, layer.window, paged)
 
 
 class DecodeGraphs:
