@@ -199,7 +199,8 @@ class Running:
             repetition=repetition,
             presence=presence,
             frequency=frequency,
-            tokens=self._tokens[rows, : lengths.max()].astype(np.int64),
+            # Behind a row's own tokens an earlier sequence may have left none.
+            tokens=self._tokens[rows, : lengths.max()].astype(np.int64).clip(min=0),
             prompts=self._prompt[rows],
             lengths=lengths,
         )

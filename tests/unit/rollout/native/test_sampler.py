@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from caldera.rollout.base import Request, SamplingParams
+from caldera.rollout.native.running import Running, Sequence
 from caldera.rollout.native.sampler import (
     Penalties,
     SamplingRows,
@@ -231,3 +233,20 @@ def test_rounding_hardly_ever_decides() -> None:
         for each in (logits, rounded)
     )
     assert (one != two).sum() <= 3  # a search among cumulated weights: hundreds
+
+
+def test_penalties_read_no_token_that_was_never_sampled() -> None:
+    """A row of a longer batch has room behind its tokens, where an earlier sequence expected one."""
+    running = Running(2)
+
+    def admit(number: int, length: int) -> int:
+        params = SamplingParams(8, repetition_penalty=1.3)
+        prompt = np.ones(length, dtype=np.int64)
+        return running.admit(Sequence(number, Request(prompt.tolist(), params, 0), prompt))
+
+    row = admit(0, 3)
+    running.expect(np.array([row]))
+    running.release(np.array([row]), 0)
+    found = running.penalties(np.array([admit(1, 1), admit(2, 6)]))
+    assert found is not None
+    penalise(torch.zeros(2, 4), found)
