@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -313,9 +314,16 @@ class StepwiseRollout(Rollout):
     One thread alone uses it. `generate` is: add all, step until they have ended.
     """
 
+    def __init__(self, config: RolloutConfig, module: nn.Module, device: torch.device) -> None:
+        super().__init__(config, module, device)
+        self._numbers = itertools.count()
+        self._failures: dict[int, CalderaError] = {}
+
     def generate(
         self, requests: Sequence[Request], on_finished: OnFinished | None = None
     ) -> list[Completion]:
+        if not requests:
+            return []
         self.check(requests)
         completions: dict[int, Completion] = {}
         places: dict[int, int] = {}
@@ -325,14 +333,16 @@ class StepwiseRollout(Rollout):
             if on_finished is not None:
                 on_finished(places[number], completion)
 
-        for place, request in enumerate(requests):
-            places[self.add(request, None, finish)] = place
+        places |= {number: place for place, number in enumerate(self._add_all(requests, finish))}
         with self.stepping():
             while len(completions) < len(requests):
                 self.step()
                 for error in self.take_failures().values():
                     raise error
         return [completions[place] for place in range(len(requests))]
+
+    def _add_all(self, requests: Sequence[Request], on_finished: OnFinished) -> list[int]:
+        return [self.add(request, None, on_finished) for request in requests]
 
     @abstractmethod
     def add(
@@ -365,7 +375,8 @@ class StepwiseRollout(Rollout):
     def take_failures(self) -> dict[int, CalderaError]:
         """Requests that have failed since the last call, each with its own reason, while
         the others go on. Such a request returns nothing else."""
-        return {}
+        failures, self._failures = self._failures, {}
+        return failures
 
     @abstractmethod
     def has_work(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -64,10 +63,8 @@ class RemoteRollout(StepwiseRollout):
         self._client = ServerClient(config.remote.url, URL, config.max_num_seqs)
         self._gate = asyncio.Semaphore(config.max_num_seqs)
         self._model = config.remote.model
-        self._numbers = itertools.count()
         self._calls: dict[int, tuple[asyncio.Task[Completion], OnToken | None, OnFinished | None]]
         self._calls = {}
-        self._failures: dict[int, CalderaError] = {}
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         raise RolloutError(f"{self._client.told}: a remote server does not take weights")
@@ -134,10 +131,6 @@ class RemoteRollout(StepwiseRollout):
         call[0].cancel()
         self._loop.run_until_complete(asyncio.wait([call[0]]))
         return Completion([], [], "abort", self.version)
-
-    def take_failures(self) -> dict[int, CalderaError]:
-        failures, self._failures = self._failures, {}
-        return failures
 
     def has_work(self) -> bool:
         return bool(self._calls or self._failures)

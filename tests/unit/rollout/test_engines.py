@@ -19,7 +19,7 @@ from caldera.rollout import ROLLOUTS, AsyncSampler, Request, SamplingParams
 from caldera.rollout.engines.host.caldera_engine.base import Event
 from caldera.rollout.engines.host.caldera_engine.buckets import check_adapter, read_bucket
 from caldera.rollout.engines.options import SEED, engine_arguments, reseeded
-from caldera.rollout.engines.process import EngineDied, StickyRouter
+from caldera.rollout.engines.process import EngineDied, Sessions
 from caldera.rollout.engines.rollout import EngineRollout
 from caldera.rollout.engines.weights import (
     AdapterFolders,
@@ -347,26 +347,25 @@ def test_what_goes_on_draws_other_numbers(rollout: EngineRollout, engine: Counti
 
 
 def test_requests_go_where_there_are_fewest() -> None:
-    router = StickyRouter(3)
-    assert [router.choose() for _ in range(4)] == [0, 1, 2, 0]
-    router.release(1)
-    assert router.choose() == 1
-    assert router.in_flight == [2, 1, 1]
+    sessions, load = Sessions(), [0, 0, 0]
+    for expected in (0, 1, 2, 0):
+        place = sessions.home(None, load)
+        assert place == expected
+        load[place] += 1
+    assert sessions.home(None, [2, 0, 1]) == 1
 
 
 def test_a_session_stays_where_it_is() -> None:
-    router = StickyRouter(2)
-    assert [router.choose("a"), router.choose("b"), router.choose("a")] == [0, 1, 0]
-    assert router.choose("a") == 0 and router.in_flight == [3, 1]
+    sessions = Sessions()
+    assert (sessions.home("a", [0, 0]), sessions.home("b", [1, 0])) == (0, 1)
+    assert sessions.home("a", [3, 1]) == 0
 
 
 def test_old_sessions_are_forgotten() -> None:
-    router = StickyRouter(2, remembered=1)
-    assert (router.choose("a"), router.choose("b")) == (0, 1)
-    router.choose("c")
-    router.release(0)
-    router.release(0)
-    assert router.choose("b") == 0
+    sessions = Sessions(remembered=1)
+    assert (sessions.home("a", [0, 0]), sessions.home("b", [1, 0])) == (0, 1)
+    sessions.home("c", [1, 1])
+    assert sessions.home("b", [0, 1]) == 0
 
 
 # ---- arguments

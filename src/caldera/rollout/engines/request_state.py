@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from caldera.errors import RolloutError
 from caldera.rollout.base import (
     Completion,
@@ -42,7 +44,7 @@ class RequestState:
         self.log_probs: list[float] = []
         self.top_log_probs: list[list[tuple[int, float]]] = []
         self.prompt_log_probs: list[float] | None = None
-        self._versions: list[list[int]] = []  # version, how many tokens in a row
+        self._versions: list[int] = []  # of each token
 
     @property
     def lacks_prompt_log_probs(self) -> bool:
@@ -87,7 +89,7 @@ class RequestState:
                 # lists, if they came as a message
                 ranked = event.top_log_probs[place][: params.logprobs]
                 self.top_log_probs.append([(token, value) for token, value in ranked])
-            self._note_version(event.version)
+            self._versions.append(event.version)
             if self.on_token is not None:
                 self.on_token(self.number, token, log_prob)
             if params.stop and decode and completes_a_stop(self.token_ids, params.stop, decode):
@@ -97,20 +99,14 @@ class RequestState:
     def completion(self, reason: FinishReason, version: int) -> Completion:
         """The tokens by now; `version` counts if there are none."""
         params = self.request.params
-        first = self._versions[0][0] if self._versions else version
-        versions = tuple((number, count) for number, count in self._versions)
+        runs = tuple((number, len(list(run))) for number, run in groupby(self._versions))
+        first = runs[0][0] if runs else version
         return Completion(
             self.token_ids,
             self.log_probs,
             reason,
             first,
-            versions,
+            runs,
             self.top_log_probs if params.logprobs else None,
             self.prompt_log_probs,
         )
-
-    def _note_version(self, version: int) -> None:
-        if self._versions and self._versions[-1][0] == version:
-            self._versions[-1][1] += 1
-        else:
-            self._versions.append([version, 1])

@@ -13,7 +13,7 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from caldera.config.samplers import KEY, SAMPLERS
-from caldera.errors import CalderaError, RolloutError, UnsupportedError
+from caldera.errors import RolloutError, UnsupportedError
 from caldera.models.forward import base_module
 from caldera.rollout.base import (
     ROLLOUTS,
@@ -42,7 +42,7 @@ from caldera.rollout.engines.options import (
     params_as_message,
     reseeded,
 )
-from caldera.rollout.engines.process import EngineDied, EngineProcess, EngineRanks, StickyRouter
+from caldera.rollout.engines.process import EngineDied, EngineProcess, EngineRanks, Sessions
 from caldera.rollout.engines.request_state import ENDS, RequestState
 from caldera.rollout.engines.weights import (
     AdapterFolders,
@@ -102,18 +102,14 @@ class EngineRollout(StepwiseRollout):
         self._weights = weights
         self._dtype = dtype
         self._probe: Probe | None = None
-        self._router = StickyRouter(len(engines))
+        self._sessions = Sessions()
         self._unproven: set[int] = set()  # engines with new weights that were not asked yet
         self._deaths = [0] * len(engines)  # in a row
         self._awake, self._warned_of_sleep = True, False
-        self._numbers, self._engine_numbers = itertools.count(), itertools.count()
+        self._engine_numbers = itertools.count()
         self._requests: dict[int, RequestState] = {}
         self._waiting: dict[int, RequestState] = {}  # without an engine
         self._in_engine: dict[int, RequestState] = {}  # by the number that the engine knows
-        self._failures: dict[int, CalderaError] = {}
-        self.restarts = 0
-        """How often an engine was restarted. Its requests continue in another, where they can: see
-        `RequestState.requeue`."""
 
     @property
     def pids(self) -> list[int]:
@@ -276,10 +272,6 @@ class EngineRollout(StepwiseRollout):
         self._leave(state)
         return state.completion("abort", self.version)
 
-    def take_failures(self) -> dict[int, CalderaError]:
-        failures, self._failures = self._failures, {}
-        return failures
-
     def has_work(self) -> bool:
         return bool(self._requests or self._failures)
 
@@ -293,8 +285,6 @@ class EngineRollout(StepwiseRollout):
             try:
                 self._withdraw()
             finally:
-                for state in self._in_engine.values():
-                    self._router.release(state.replica)
                 for kept in (self._requests, self._waiting, self._in_engine, self._failures):
                     kept.clear()
             raise
@@ -327,8 +317,12 @@ class EngineRollout(StepwiseRollout):
 
     def _send_waiting(self) -> None:
         """Give all waiting requests to the engines."""
+        load = [0] * len(self._engines)
+        for state in self._in_engine.values():
+            load[state.replica] += 1
         for state in list(self._waiting.values()):
-            place = self._router.choose(state.request.session)
+            place = self._sessions.home(state.request.session, load)
+            load[place] += 1
             try:
                 self._send(state, place)
             except EngineDied as error:
@@ -368,7 +362,6 @@ class EngineRollout(StepwiseRollout):
     def _fail(self, state: RequestState, why: str) -> None:
         """The engine does not go on with it; the others do."""
         del self._requests[state.number], self._in_engine[state.engine_number]
-        self._router.release(state.replica)
         self._failures[state.number] = RolloutError(f"{self.name} refuses a request: {why}")
 
     def _leave(self, state: RequestState, tell: bool = True) -> None:
@@ -376,13 +369,9 @@ class EngineRollout(StepwiseRollout):
         if self._waiting.pop(state.number, None) is not None:
             return
         del self._in_engine[state.engine_number]
-        self._router.release(state.replica)
-        if not tell:
-            return
-        try:
-            self._engines[state.replica].abort(state.engine_number)
-        except EngineDied:
-            return  # the next step finds out, and starts it anew
+        if tell:
+            with suppress(EngineDied):  # the next step finds out, and starts it anew
+                self._engines[state.replica].abort(state.engine_number)
 
     def _withdraw(self) -> None:
         """Take every request back from the engines; each goes on from where it is."""
@@ -400,16 +389,16 @@ class EngineRollout(StepwiseRollout):
         lost = 0
         for number in numbers:
             state = self._in_engine.pop(number, None)
-            if state is not None:
-                self._router.release(state.replica)
-                try:
-                    state.requeue()
-                except RolloutError as error:  # the others go on
-                    lost += 1
-                    self._failures[state.number] = error
-                    self._requests.pop(state.number, None)
-                else:
-                    self._waiting[state.number] = state
+            if state is None:
+                continue
+            try:
+                state.requeue()
+            except RolloutError as error:  # the others go on
+                lost += 1
+                self._failures[state.number] = error
+                self._requests.pop(state.number, None)
+            else:
+                self._waiting[state.number] = state
         return lost
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import logging
 from collections import deque
 from collections.abc import Iterator
@@ -82,7 +81,6 @@ class NativeRollout(StepwiseRollout):
         self._adapters = adapters_in_use(module)
         self._awake = True
         self._raw_log_probs = config.logprobs_mode == "raw_logprobs"
-        self._numbers = itertools.count()
         self._reset()
 
     @classmethod
@@ -164,29 +162,8 @@ class NativeRollout(StepwiseRollout):
 
     # ---- requests
 
-    def generate(
-        self, requests: Many[Request], on_finished: OnFinished | None = None
-    ) -> list[Completion]:
-        if not requests:
-            return []
-        self._check(requests)
-        completions: dict[int, Completion] = {}
-        first = next(self._numbers)
-
-        def finish(number: int, completion: Completion) -> None:
-            completions[number - first] = completion
-            if on_finished is not None:
-                on_finished(number - first, completion)
-
-        numbers = itertools.chain([first], self._numbers)
-        self._take_in([self._sequence(next(numbers), each, None, finish) for each in requests])
-        evicted = self._scheduler.preemptions
-        with self.stepping():
-            while len(completions) < len(requests):
-                self.step()
-        if evicted := self._scheduler.preemptions - evicted:
-            logger.info("%d sequences were evicted for want of cache", evicted)
-        return [completions[index] for index in range(len(requests))]
+    def _add_all(self, requests: Many[Request], on_finished: OnFinished) -> list[int]:
+        return self._take_in(requests, None, on_finished)
 
     def add(
         self,
@@ -194,10 +171,8 @@ class NativeRollout(StepwiseRollout):
         on_token: OnToken | None = None,
         on_finished: OnFinished | None = None,
     ) -> int:
-        self._check([request])
-        sequence = self._sequence(next(self._numbers), request, on_token, on_finished)
-        self._take_in([sequence])
-        return sequence.number
+        self.check([request])
+        return self._take_in([request], on_token, on_finished)[0]
 
     def abort(self, number: int) -> Completion | None:
         self._synchronize_all()
@@ -222,9 +197,12 @@ class NativeRollout(StepwiseRollout):
                 self._adapters, changed = adapters, True
                 self._runner = self._make_runner()  # it may have copied the module's structure
             self._stale = self._runner.prepare(changed)
+            evicted = self._scheduler.preemptions
             try:
                 yield
                 self._synchronize_all()
+                if evicted := self._scheduler.preemptions - evicted:
+                    logger.info("%d sequences were evicted for want of cache", evicted)
             except BaseException:  # whatever it was, a step may have been left half done
                 for step in self._in_flight:
                     step.abandon()
@@ -321,11 +299,7 @@ class NativeRollout(StepwiseRollout):
                 sequence.prompt_log_probs += self._runner.log_probs(said, labels)
 
     def _sequence(
-        self,
-        number: int,
-        request: Request,
-        on_token: OnToken | None,
-        on_finished: OnFinished | None,
+        self, request: Request, on_token: OnToken | None, on_finished: OnFinished | None
     ) -> Sequence:
         prompt = np.array(request.prompt_ids, dtype=np.int64)
         if prompt.min() < 0 or prompt.max() >= self._vocabulary:
@@ -333,15 +307,23 @@ class NativeRollout(StepwiseRollout):
                 f"a prompt has the tokens {prompt.min()} to {prompt.max()}: "
                 f"the model has 0 to {self._vocabulary - 1}"
             )
+        number = next(self._numbers)
         return Sequence(number, request, prompt, on_token, on_finished, self.decode)
 
-    def _take_in(self, sequences: list[Sequence]) -> None:
+    def _take_in(
+        self,
+        requests: Many[Request],
+        on_token: OnToken | None,
+        on_finished: OnFinished | None,
+    ) -> list[int]:
+        sequences = [self._sequence(each, on_token, on_finished) for each in requests]
         self._present.update((sequence.number, sequence) for sequence in sequences)
         self._synchronous.update(
             each.number for each in sequences if each.needs_synchronous_sampling
         )
         self._scheduler.add(sequences)
         self._newcomers = True
+        return [sequence.number for sequence in sequences]
 
     def _completion(self, sequence: Sequence) -> Completion:
         versions, params = tuple(sequence.versions), sequence.request.params
@@ -374,13 +356,13 @@ class NativeRollout(StepwiseRollout):
                 f"{', '.join(sorted(map(str, dtypes)))}"
             )
 
-    def _check(self, requests: Many[Request]) -> None:
+    def check(self, requests: Many[Request]) -> None:
         """Refuse what cannot be served, before anything is taken in."""
         if not self._awake:
             raise RolloutError("the sampler sleeps: wake it up before generating")
-        self.check(requests)
+        super().check(requests)
         demands = [pages_for(len(r.prompt_ids) + r.params.max_tokens) for r in requests]
-        largest = max(demands)
+        largest = max(demands, default=0)
         if largest > self._blocks.pages and largest > (pages := self._most_pages()):
             raise too_small(f"request {demands.index(largest)}", largest, pages)
 

@@ -236,7 +236,7 @@ def test_rounding_hardly_ever_decides() -> None:
 
 
 def test_penalties_read_no_token_that_was_never_sampled() -> None:
-    """A row of a longer batch has room behind its tokens, where an earlier sequence expected one."""
+    """A row has room behind its tokens, where an earlier sequence may have expected one."""
     running = Running(2)
 
     def admit(number: int, length: int) -> int:
