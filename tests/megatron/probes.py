@@ -61,10 +61,10 @@ def look(engine: Any, alone: dict[str, Any]) -> dict[str, list[str]]:
     """Whether parts of weights and of the optimiser's state are those of the whole."""
     weights = engine.weights
     pieces = [piece for held in weights.pieces().values() for piece in held]
-    wrong, wrong_averages, lost = [], [], []
+    expected_of = {piece: weights.part(piece, alone["weights"][piece.name]) for piece in pieces}
+    wrong = [piece.name for piece in pieces if not _near(piece.read(), expected_of[piece])]
+    wrong_averages, lost = [], []
     for piece in pieces:
-        if not _near(piece.read(), weights.part(piece, alone["weights"][piece.name])):
-            wrong.append(piece.name)
         state = engine.optimizer.read_state(piece.parameter)
         expected = alone["averages"][piece.name]
         if state.keys() != expected.keys():

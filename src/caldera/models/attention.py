@@ -8,6 +8,7 @@ paged key/value cache for sampling. So no model is rewritten, and nothing is pat
 
 from __future__ import annotations
 
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from caldera.errors import UnsupportedError
-from caldera.models.exact_norm import in_exactness
+from caldera.models.exact_norm import in_exactness, with_plain_gradient
 from caldera.models.forward import send
 
 ATTENTION = "caldera"
@@ -162,13 +163,19 @@ class PackedSequences:
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         _, scale, window = layer
         if query.is_cuda and in_exactness():
-            exact: Tensor = _ExactAttention.apply(  # type: ignore[no-untyped-call]
-                self, query, key, value, scale, window
-            )
-            return exact
-        return self.attend_fast(query, key, value, scale, window)
+            from caldera.models.exact_cuda import attend  # Triton comes with CUDA alone
 
-    def attend_fast(
+            options: Any = {"scale": scale, "window": window}
+            return with_plain_gradient(  # in a fixed order for each token
+                partial(attend, positions=self.position_ids[0], **options),
+                partial(self._attend_fast, **options),
+                query,
+                key,
+                value,
+            )
+        return self._attend_fast(query, key, value, scale, window)
+
+    def _attend_fast(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
@@ -231,32 +238,3 @@ class PackedSequences:
         cells = first + torch.minimum(column, length - 1)  # padding repeats the last token
         kept = (column < length).flatten().nonzero().flatten()
         return cells.flatten().to(device), kept.to(device), (len(group), width)
-
-
-class _ExactAttention(torch.autograd.Function):
-    """On CUDA, in a fixed order for each token; the gradient is that of the fast kernels."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        packed: PackedSequences,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        from caldera.models.exact_cuda import attend  # Triton comes with the torch for CUDA alone
-
-        ctx.save_for_backward(query, key, value)
-        ctx.arguments = packed, scale, window
-        return attend(query, key, value, packed.position_ids[0], scale, window)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        packed, scale, window = ctx.arguments
-        with torch.enable_grad():
-            inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
-            out = packed.attend_fast(*inputs, scale, window)
-            of_inputs = torch.autograd.grad(out, inputs, grads[0])
-        return None, *of_inputs, None, None

@@ -7,6 +7,7 @@ same for each row; where the number of calls differs, the rest is padding.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from caldera.errors import UnsupportedError
+from caldera.models.exact_norm import with_plain_gradient
 
 ROWS = 16
 """Of each matrix product. The weights are read once for so many tokens."""
@@ -98,32 +100,21 @@ def in_blocks(function: Callable[..., Tensor], values: Tensor, *args: Any, **kwa
     if values.is_cuda:  # where there is one form only
         return function(values, *args, **kwargs)
     kwargs.pop("inplace", None)
-    result: Tensor = _InBlocks.apply(  # type: ignore[no-untyped-call]
-        values, lambda part: function(part, *args, **kwargs)
-    )
-    return result
+
+    def plain(part: Tensor) -> Tensor:
+        return function(part, *args, **kwargs)
+
+    return with_plain_gradient(partial(_in_blocks, plain), plain, values)
 
 
-class _InBlocks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.save_for_backward(values)
-        ctx.function = function
-        count = values.numel()
-        flat = values.new_ones(-(-count // VECTOR) * VECTOR)
-        flat[:count] = values.reshape(-1)
-        for start in range(0, len(flat), CELLS):
-            part = flat[start : start + CELLS]
-            part.copy_(function(part))
-        return flat[:count].view(values.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
-        (values,) = ctx.saved_tensors
-        with torch.enable_grad():
-            values = values.detach().requires_grad_()
-            (of_values,) = torch.autograd.grad(ctx.function(values), values, grads[0])
-        return of_values, None
+def _in_blocks(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    count = values.numel()
+    flat = values.new_ones(-(-count // VECTOR) * VECTOR)
+    flat[:count] = values.reshape(-1)
+    for start in range(0, len(flat), CELLS):
+        part = flat[start : start + CELLS]
+        part.copy_(function(part))
+    return flat[:count].view(values.shape)
 
 
 # ---- means
@@ -136,22 +127,10 @@ def mean(values: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) 
         return torch.mean(
             values, **({} if dim is None else {"dim": dim, "keepdim": keepdim}), **kwargs
         )
-    means: Tensor = _Mean.apply(values)  # type: ignore[no-untyped-call]
+    from caldera.models.exact_cuda import row_means
+
+    means = with_plain_gradient(row_means, lambda rows: torch.mean(rows, -1), values)
     return means.unsqueeze(-1) if keepdim else means
-
-
-class _Mean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        from caldera.models.exact_cuda import row_means
-
-        ctx.shape = values.shape
-        return row_means(values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        shared: Tensor = grads[0] / ctx.shape[-1]
-        return shared.unsqueeze(-1).expand(ctx.shape)
 
 
 # ---- over the vocabulary
@@ -190,37 +169,11 @@ def attention(
     """In the place of `scaled_dot_product_attention`. query (S, H, Lq, D); key (S, H, Lk, D)."""
     assert not enable_gqa and dropout_p == 0.0, "no caller asks for these"
     scale = scale if scale is not None else query.shape[-1] ** -0.5
-    out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, attn_mask, is_causal, scale
+    exact = partial(_attend, mask=attn_mask, is_causal=is_causal, scale=scale)
+    plain = partial(
+        F.scaled_dot_product_attention, attn_mask=attn_mask, is_causal=is_causal, scale=scale
     )
-    return out
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        scale: float,
-    ) -> Tensor:
-        ctx.save_for_backward(query, key, value, mask)
-        ctx.is_causal, ctx.scale = is_causal, scale
-        return _attend(query, key, value, mask, is_causal, scale)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, mask = ctx.saved_tensors
-        with torch.enable_grad():
-            query, key, value = (each.detach().requires_grad_() for each in inputs)
-            out = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=ctx.is_causal, scale=ctx.scale
-            )
-            of_inputs = torch.autograd.grad(out, (query, key, value), grads[0])
-        return *of_inputs, None, None, None
+    return with_plain_gradient(exact, plain, query, key, value)
 
 
 def _attend(

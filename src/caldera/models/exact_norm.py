@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -35,10 +36,12 @@ def fuse_norms(module: nn.Module) -> None:
 def _forward(part: nn.Module, shifted: bool, values: Tensor) -> Tensor:
     if not (in_exactness() and values.is_cuda):
         return cast(Tensor, type(part).forward(part, values))
-    normed: Tensor = _Norm.apply(  # type: ignore[no-untyped-call]
-        values, part.weight, epsilon_of(part), shifted
+    from caldera.models.exact_cuda import rms_norm as fused  # Triton comes with CUDA alone
+
+    options: Any = {"epsilon": epsilon_of(part), "shifted": shifted}
+    return with_plain_gradient(
+        partial(fused, **options), partial(rms_norm, **options), values, cast(Tensor, part.weight)
     )
-    return normed
 
 
 def epsilon_of(part: nn.Module) -> float:
@@ -73,19 +76,29 @@ def rms_norm(values: Tensor, weight: Tensor, epsilon: float, shifted: bool) -> T
     return weight * normed.to(values.dtype)
 
 
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, weight: Tensor, epsilon: float, shifted: bool) -> Tensor:
-        from caldera.models.exact_cuda import rms_norm as fused  # Triton comes with CUDA alone
+# ---- Gradients of what is computed exactly: those of the ordinary kernels
 
-        ctx.save_for_backward(values, weight)
-        ctx.arguments = epsilon, shifted
-        return fused(values, weight, epsilon, shifted)
+
+def with_plain_gradient(
+    exact: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor
+) -> Tensor:
+    """`exact` of the inputs, whose gradients are those of `plain`."""
+    found: Tensor = _WithPlainGradient.apply(exact, plain, *inputs)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _WithPlainGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, exact: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.plain = plain
+        return exact(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
-            values, weight = (each.detach().requires_grad_() for each in ctx.saved_tensors)
-            normed = rms_norm(values, weight, *ctx.arguments)
-            of_values, of_weight = torch.autograd.grad(normed, (values, weight), grads[0])
-        return of_values, of_weight, None, None
+            inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+            of_inputs = torch.autograd.grad(ctx.plain(*inputs), inputs, grads[0])
+        return None, None, *of_inputs
