@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from caldera.engine.checkpoints import load, save_classic, save_distributed
+from caldera.engine.checkpoints import load, save_distributed
+from caldera.engine.checkpoints.classic import save_classic
 from caldera.engine.checkpoints.loading import model_tensors, optimizer_state
 from caldera.errors import CheckpointError
 from caldera.single_controller import Dispatch, Worker, register

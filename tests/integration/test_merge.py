@@ -25,7 +25,8 @@ from transformers import (
 from caldera.cli import main
 from caldera.commands import merging
 from caldera.config import ModelConfig
-from caldera.engine.checkpoints import save_classic, save_distributed
+from caldera.engine.checkpoints import save_distributed
+from caldera.engine.checkpoints.classic import save_classic
 from caldera.models.forward import base_module
 from caldera.models.loading import build_reward_model
 from caldera.single_controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool

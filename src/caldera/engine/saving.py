@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from caldera.config import CheckpointConfig
-from caldera.engine.checkpoints import PendingSave, load, save_classic, save_distributed
+from caldera.engine.checkpoints import PendingSave, load, save_distributed
+from caldera.engine.checkpoints.classic import save_classic
 from caldera.engine.checkpoints.safe_loading import load_file
 from caldera.engine.checkpoints.storage import DAMAGE
 from caldera.errors import CheckpointError

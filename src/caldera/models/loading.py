@@ -346,6 +346,3 @@ def import_external(config: ModelSource, key: str) -> None:
             importlib.import_module(name)
         except ImportError as error:
             raise ConfigError(f"{key}.external_lib: cannot import {name!r}: {error}") from error
-
-
-# ---- A model's safetensors files, in a folder or in the hub's cache, read one tensor at a time

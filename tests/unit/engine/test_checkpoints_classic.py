@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import PreTrainedModel
 
-from caldera.engine.checkpoints import layout_of, load_classic, read_whole, save_classic
-from caldera.engine.checkpoints.classic import Position
+from caldera.engine.checkpoints import layout_of, read_whole
+from caldera.engine.checkpoints.classic import Position, load_classic, save_classic
 from caldera.errors import CheckpointError
 
 BOTH = ("model", "optimizer")

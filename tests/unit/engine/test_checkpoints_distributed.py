@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 from transformers.optimization import Adafactor
 
 from caldera.engine.checkpoints import (
+    PendingSave,
     StoredModel,
     layout_of,
     load_distributed,
     read_whole,
     save_distributed,
 )
-from caldera.engine.checkpoints.distributed import PendingSave
 from caldera.errors import CheckpointError
 
 BOTH = ("model", "optimizer")

@@ -15,13 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from caldera.engine.checkpoints import (
-    load,
-    load_classic,
-    read_whole,
-    save_classic,
-    save_distributed,
-)  # fmt: skip
+from caldera.engine.checkpoints import load, read_whole, save_distributed
+from caldera.engine.checkpoints.classic import load_classic, save_classic
 from caldera.engine.checkpoints.safe_loading import TRUST
 from caldera.engine.checkpoints.storage import write
 from caldera.engine.saving import extra_file, read_extra, restore_rng, rng_state, write_file
