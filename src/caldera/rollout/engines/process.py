@@ -52,13 +52,8 @@ class EngineRanks:
         if size == 1 or ranks == 1:
             return None
         check_sampling_ranks(size, ranks)
-        found: EngineRanks | None = None
-        for start in range(0, ranks, size):
-            members = list(range(start, start + size))
-            group = dist.new_group(members, backend="gloo")
-            if dist.get_rank() in members:
-                found = cls(members, group, device)
-        return found
+        group, _ = dist.new_subgroups(size, backend="gloo")
+        return cls(dist.get_process_group_ranks(group), group, device)
 
     def wait(self) -> None:
         """Return once every member has come here."""

@@ -33,9 +33,10 @@ from caldera.models.pretrained import take_values
 from caldera.rollout import AsyncSampler, Completion, NativeRollout, Request, SamplingParams
 from caldera.rollout.native.parallel.engine import (
     FIRST_PART,
+    Order,
     TensorParallelRollout,
-    packed,
-    unpacked,
+    in_parts,
+    read_parts,
 )
 from caldera.rollout.native.parallel.sharding import planned_layers
 from caldera.rollout.native.steps import Decode, Prefill, Step
@@ -331,8 +332,11 @@ def steps() -> list[Step]:
 
 
 @pytest.mark.parametrize("step", steps(), ids=lambda step: type(step).__name__)
-def test_a_step_that_was_packed(step: Step) -> None:
-    copy = unpacked(packed(step))
+def test_a_step_that_was_sent(step: Step) -> None:
+    parts = in_parts(Order.STEP, (step,))
+    assert len(parts[0]) == FIRST_PART and len(parts) == 1 + isinstance(step, Prefill)
+    order, (copy,) = read_parts(torch.cat(parts))
+    assert order is Order.STEP
     assert type(copy) is type(step)
     for name, value in vars(step).items():
         np.testing.assert_array_equal(getattr(copy, name), value, err_msg=name)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import fields
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from caldera.config import RolloutConfig
@@ -21,21 +19,19 @@ from caldera.errors import RolloutError, UnsupportedError
 from caldera.rollout.native.cache import KVCache
 from caldera.rollout.native.engine import NativeRollout
 from caldera.rollout.native.parallel.sharding import KEY, shard_module
-from caldera.rollout.native.steps import Decode, InFlightStep, Prefill, Step
+from caldera.rollout.native.steps import InFlightStep, Step
 
 # ---- The ranks that sample together, and the orders of the first of them
 
-Message = NDArray[np.int32]
-
 FOREVER = timedelta(days=365)
 """The others wait while the first has nothing to run, as during tool calls; its end ends it."""
-FIRST_PART = 1024
-"""Numbers that are sent at once: most messages have no second part."""
+FIRST_PART = 8192
+"""Bytes that are sent at once: most messages have no second part."""
+LENGTH_BYTES = 8
 NOTE_BYTES = 2048
 TO_REPORT = timedelta(seconds=10)
 """How long an error waits to be heard by others, who may be in no state to hear it."""
 ORDERS, NOTES = 0, 1  # tags of messages
-NOTHING: Message = np.empty(0, dtype=np.int32)
 
 
 class Order(IntEnum):
@@ -80,30 +76,20 @@ class Team:
         """This rank's team; every rank of the run must come here."""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         check_sampling_ranks(size, ranks)
-        timeout, found = timedelta(seconds=timeout_s), None
-        for start in range(0, ranks, size):
-            members = list(range(start, start + size))
-            group = dist.new_group(members, timeout=timeout)
-            control = dist.new_group(members, timeout=FOREVER, backend="gloo")
-            if dist.get_rank() in members:
-                found = cls(members, group, control, timeout)
-        assert found is not None, "teams are of all ranks"
-        return found
+        timeout = timedelta(seconds=timeout_s)
+        group, _ = dist.new_subgroups(size, timeout=timeout)
+        control, _ = dist.new_subgroups(size, timeout=FOREVER, backend="gloo")
+        return cls(dist.get_process_group_ranks(group), group, control, timeout)
 
     # ---- the leader
 
-    def send(self, order: Order, payload: Message = NOTHING) -> None:
+    def send(self, order: Order, *payload: Any) -> None:
         """Send the followers an order; returns before they have received it, but not before they
         have received the last one."""
         self._finish_sending()
-        first = np.zeros(FIRST_PART, dtype=np.int32)
-        first[:2] = order, len(payload)
-        begun = min(len(payload), FIRST_PART - 2)
-        first[2 : 2 + begun] = payload[:begun]
-        parts = [torch.from_numpy(part) for part in (first, payload[begun:]) if len(part)]
         self._sent = [
             (dist.isend(part, rank, self._control, ORDERS), part)
-            for part in parts
+            for part in in_parts(order, payload)
             for rank in self._followers
         ]
 
@@ -136,25 +122,23 @@ class Team:
     def _let_go(self) -> None:
         """Order the followers that still receive to fail."""
         for rank in self._followers:
-            payload = torch.zeros(FIRST_PART, dtype=torch.int32)
-            payload[0] = Order.FAIL
+            (part,) = in_parts(Order.FAIL, ())
             with suppress(RuntimeError):  # it may be gone
-                work = dist.isend(payload, rank, self._control, ORDERS)
+                work = dist.isend(part, rank, self._control, ORDERS)
                 if work is not None:
                     work.wait(TO_REPORT)
 
     # ---- a follower
 
-    def receive(self) -> tuple[Order, Message]:
-        """The next order."""
-        first = torch.empty(FIRST_PART, dtype=torch.int32)
-        dist.recv(first, self._leader, self._control, ORDERS)
-        order, length = first[:2].tolist()
-        if length <= FIRST_PART - 2:
-            return Order(order), first[2 : 2 + length].numpy()
-        rest = torch.empty(length - (FIRST_PART - 2), dtype=torch.int32)
-        dist.recv(rest, self._leader, self._control, ORDERS)
-        return Order(order), torch.cat([first[2:], rest]).numpy()
+    def receive(self) -> tuple[Order, tuple[Any, ...]]:
+        """The next order, and what comes with it."""
+        message = torch.empty(FIRST_PART, dtype=torch.uint8)
+        dist.recv(message, self._leader, self._control, ORDERS)
+        if (missing := _end_of(message) - FIRST_PART) > 0:
+            rest = torch.empty(missing, dtype=torch.uint8)
+            dist.recv(rest, self._leader, self._control, ORDERS)
+            message = torch.cat([message, rest])
+        return read_parts(message)
 
     def report(self, error: BaseException) -> None:
         """Report an error to the leader, which reads it when it next looks."""
@@ -179,34 +163,24 @@ class Team:
         dist.broadcast(tensor, self._leader, self.group)
 
 
-# ---- steps as numbers
-
-KINDS: tuple[type[Prefill] | type[Decode], ...] = (Prefill, Decode)
-FLAT = -1
-
-
-def packed(step: Step) -> Message:
-    """A step as one array: its kind, the shape of each field, their values."""
-    arrays = [np.asarray(getattr(step, field.name), dtype=np.int64) for field in fields(step)]
-    shapes = [(len(array), array.shape[1] if array.ndim == 2 else FLAT) for array in arrays]
-    head = [KINDS.index(type(step)), *(size for shape in shapes for size in shape)]
-    return np.concatenate([head, *(array.ravel() for array in arrays)]).astype(np.int32)
+def in_parts(order: Order, payload: tuple[Any, ...]) -> list[Tensor]:
+    """A message as it is sent: its length and its beginning, and perhaps the rest."""
+    body = pickle.dumps((order, payload))
+    message = bytearray(len(body).to_bytes(LENGTH_BYTES, "little") + body)
+    message += bytes(max(0, FIRST_PART - len(message)))
+    first, rest = torch.frombuffer(message, dtype=torch.uint8).tensor_split([FIRST_PART])
+    return [first, rest] if len(rest) else [first]
 
 
-def unpacked(message: Message) -> Step:
-    """The step that was packed."""
-    kind = KINDS[message[0]]
-    names = [field.name for field in fields(kind)]
-    start = 1 + 2 * len(names)
-    shapes = message[1:start].reshape(-1, 2).tolist()
-    values: dict[str, Any] = {}
-    for name, (rows, columns) in zip(names, shapes, strict=True):
-        size = rows if columns == FLAT else rows * columns
-        array = message[start : start + size].astype(np.int64)
-        values[name] = array if columns == FLAT else array.reshape(rows, columns)
-        start += size
-    step: Step = kind(**values)
-    return step
+def read_parts(message: Tensor) -> tuple[Order, tuple[Any, ...]]:
+    """What was sent in these parts, one behind the other."""
+    body = message[LENGTH_BYTES : _end_of(message)].numpy().tobytes()
+    found: tuple[Order, tuple[Any, ...]] = pickle.loads(body)
+    return found
+
+
+def _end_of(message: Tensor) -> int:
+    return LENGTH_BYTES + int.from_bytes(bytes(message[:LENGTH_BYTES].numpy()), "little")
 
 
 # ---- The sampler of one of them
@@ -258,7 +232,7 @@ class TensorParallelRollout(NativeRollout):
     # ---- what the first orders, and the others do
 
     def _launch(self, step: Step, cache: KVCache) -> InFlightStep:
-        self._team.send(Order.STEP, packed(step))
+        self._team.send(Order.STEP, step)
         try:
             self._share_newest(step)
             return super()._launch(step, cache)
@@ -269,7 +243,7 @@ class TensorParallelRollout(NativeRollout):
     def _most_pages(self) -> int:
         if self.config.kv_cache_blocks is not None:
             return self.config.kv_cache_blocks
-        self._team.send(Order.MEASURE, np.array([self.cache_bytes > 0], dtype=np.int32))
+        self._team.send(Order.MEASURE, self.cache_bytes > 0)
         return self._measured()
 
     def _measured(self) -> int:
@@ -284,14 +258,14 @@ class TensorParallelRollout(NativeRollout):
     def _enlarge_cache(self, useful: int) -> KVCache:
         cache = super()._enlarge_cache(useful)
         is_new = cache is not self._cache
-        self._team.send(Order.ALLOCATE, np.array([cache.pages, is_new], dtype=np.int32))
+        self._team.send(Order.ALLOCATE, cache.pages, is_new)
         return cache
 
-    def _obey(self, order: Order, payload: Message) -> bool:
+    def _obey(self, order: Order, payload: tuple[Any, ...]) -> bool:
         """Whether there is more to come."""
         if order is Order.STEP:
             assert self._cache is not None, "it is allocated before"
-            step = unpacked(payload)
+            (step,) = payload
             self._share_newest(step)
             self._runner.run(step, self._cache, None)
         elif order is Order.MEASURE:
@@ -299,7 +273,7 @@ class TensorParallelRollout(NativeRollout):
                 self._cache = None
             self._measured()
         elif order is Order.ALLOCATE:
-            self._allocate(int(payload[0]), bool(payload[1]))
+            self._allocate(*payload)
         elif order is Order.FAIL:
             self._reset()
         return order not in (Order.END, Order.FAIL)
