@@ -38,7 +38,9 @@ class WeightSource:
     def __init__(self, module: nn.Module, readers: Mapping[str, Reader]) -> None:
         self._names = [name for name, _ in module.named_parameters()]
         self._readers = readers
-        self._dtypes = {name: p.dtype for name, p in _all_parameters(module)}
+        self._dtypes = {
+            name: p.dtype for name, p in module.named_parameters(remove_duplicate=False)
+        }
 
     def names(self) -> list[str]:
         """The names of the module's parameters, a tied one's first alone."""
@@ -66,7 +68,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 def take_values(module: nn.Module) -> dict[str, Tensor]:
     """Leave the module without values; returns them, a tied one's under each of its names."""
-    parameters = list(_all_parameters(module))
+    parameters = list(module.named_parameters(remove_duplicate=False))
     emptied = {id(parameter): _emptied(parameter) for _, parameter in parameters}
     for name, parameter in parameters:
         owner, _, leaf = name.rpartition(".")
@@ -134,10 +136,6 @@ def _emptied(parameter: nn.Parameter) -> nn.Parameter:
     if parameter.is_meta:  # tied weights stay the same object
         return parameter
     return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-
-
-def _all_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return module.named_parameters(remove_duplicate=False)
 
 
 @dataclass(frozen=True)

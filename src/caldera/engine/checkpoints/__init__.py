@@ -129,10 +129,7 @@ def save_named(
 
 
 def load_distributed(
-    root: nn.Module,
-    optimizer: Optimizer | None,
-    folder: Path,
-    contents: Collection[str],
+    root: nn.Module, optimizer: Optimizer | None, folder: Path, contents: Collection[str]
 ) -> None:
     """Give the parts among `contents` the state in the folder; to be called by every rank."""
     load_parts(root, optimizer, SafeReader(folder / FOLDER), folder, contents)
@@ -166,10 +163,7 @@ def layout_of(folder: Path) -> Literal["dist", "classic"]:
 
 
 def load(
-    root: nn.Module,
-    optimizer: Optimizer | None,
-    folder: Path,
-    contents: Collection[str],
+    root: nn.Module, optimizer: Optimizer | None, folder: Path, contents: Collection[str]
 ) -> None:
     """`load_distributed` or `load_classic`, whichever the folder needs, if it is needed."""
     if "model" in contents or ("optimizer" in contents and optimizer is not None):

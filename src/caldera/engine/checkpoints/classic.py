@@ -339,10 +339,7 @@ def _quiet_meshes() -> Iterator[None]:
 
 
 def save_classic(
-    root: nn.Module,
-    optimizer: Optimizer | None,
-    folder: Path,
-    contents: Collection[str],
+    root: nn.Module, optimizer: Optimizer | None, folder: Path, contents: Collection[str]
 ) -> None:
     """Write `model` and `optimizer`, as far as `contents` has them; to be called by every rank.
 
@@ -372,10 +369,7 @@ def save_classic(
 
 
 def load_classic(
-    root: nn.Module,
-    optimizer: Optimizer | None,
-    folder: Path,
-    contents: Collection[str],
+    root: nn.Module, optimizer: Optimizer | None, folder: Path, contents: Collection[str]
 ) -> None:
     """Give the parts among `contents` the state in the folder; to be called by every rank.
 

@@ -311,10 +311,7 @@ class NativeRollout(StepwiseRollout):
         return Sequence(number, request, prompt, on_token, on_finished, self.decode)
 
     def _take_in(
-        self,
-        requests: Many[Request],
-        on_token: OnToken | None,
-        on_finished: OnFinished | None,
+        self, requests: Many[Request], on_token: OnToken | None, on_finished: OnFinished | None
     ) -> list[int]:
         sequences = [self._sequence(each, on_token, on_finished) for each in requests]
         self._present.update((sequence.number, sequence) for sequence in sequences)
