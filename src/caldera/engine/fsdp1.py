@@ -57,7 +57,7 @@ class Fsdp1Engine(ShardedEngine):
         super().__init__(module, source, device, options)
 
     def _lay_out(self, options: EngineOptions) -> nn.Module:
-        packed, memory, sharding = self.packed, options.memory, self._meshes.sharding
+        packed, memory, sharding = self.packed, options.memory, self._sharding
         has_adapter = base_module(self.module) is not self.module
         full, grads = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
         if sharding.ndim == 2:

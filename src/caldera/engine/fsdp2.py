@@ -114,8 +114,8 @@ class Fsdp2Engine(ShardedEngine):
     _cut: Cut | None = None
 
     def _cut_matrices(self) -> None:
-        if self._meshes.matrices is not None:
-            self._cut = cut_matrices(self.module, self._meshes.matrices)
+        if self._matrices is not None:
+            self._cut = cut_matrices(self.module, self._matrices)
 
     def _lay_out(self, options: EngineOptions) -> nn.Module:
         """The module, in place, gathers its parameters when they are needed."""
@@ -127,7 +127,7 @@ class Fsdp2Engine(ShardedEngine):
         for part in (*parts, self.packed):
             fully_shard(
                 part,
-                mesh=self._meshes.sharding,
+                mesh=self._sharding,
                 reshard_after_forward=memory.reshard_after_forward,
                 mp_policy=MixedPrecisionPolicy() if part is head else policy,
                 offload_policy=pinned if memory.offload_policy else OffloadPolicy(),
@@ -165,7 +165,7 @@ class Fsdp2Engine(ShardedEngine):
 
     def _fill(self) -> None:
         """Give the parameters their values: one whole tensor at a time, of which a part is kept."""
-        shards = self._meshes.sharding
+        shards = self._sharding
         place, count = shards.get_local_rank(-1), shards.size(-1)
         home = HOST if self._memory.offload_policy else self.device
         values: dict[str, nn.Parameter] = {}

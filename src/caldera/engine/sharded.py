@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -30,25 +29,9 @@ from caldera.models.ulysses import SequenceGroup
 REPLICAS, SHARDS, MATRICES = "replicas", "shards", "matrices"
 
 
-@dataclass(frozen=True)
-class Meshes:
-    """Where this rank is on the mesh."""
-
-    sharding: DeviceMesh
-    """The meshes that shard parameters: shards, or replicas x shards."""
-    matrices: DeviceMesh | None
-    """Tensor parallel ranks; None where every rank computes with whole matrices."""
-    sequence: SequenceGroup
-    dp_rank: int
-    dp_size: int
-    is_dp_leader: bool
-
-
-def make_meshes(device: torch.device, options: EngineOptions, rope: str = "default") -> Meshes:
-    """Arrange all ranks of the process group as the options say; `rope`: kind of positions."""
-    memory = options.memory
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tensor, sequence = memory.tensor_parallel_size, options.sequence_parallel
+def _check_sizes(tensor: int, sequence: int, rope: str) -> None:
+    """The ranks can be arranged so; `rope`: kind of positions."""
+    world = dist.get_world_size()
     for key, size in {
         "fsdp_config.tensor_parallel_size": tensor,
         "ulysses_sequence_parallel_size": sequence,
@@ -61,23 +44,14 @@ def make_meshes(device: torch.device, options: EngineOptions, rope: str = "defau
             f"ulysses_sequence_parallel_size={sequence}: the model's rotary embedding ({rope}) "
             "depends on the longest sequence, of which each rank would see a part; takes 1"
         )
-    rest = world // tensor
-    shards = rest if memory.fsdp_size in (-1, 0) else min(memory.fsdp_size, rest)
+
+
+def _mesh(device: torch.device, fsdp_size: int, rest: int, tensor: int) -> DeviceMesh:
+    shards = rest if fsdp_size in (-1, 0) else min(fsdp_size, rest)
     if rest % shards:
         raise ConfigError(f"fsdp_config.fsdp_size={shards} does not divide {rest} ranks")
-    whole = init_device_mesh(
-        device.type, (rest // shards, shards, tensor), mesh_dim_names=(REPLICAS, SHARDS, MATRICES)
-    )
-    sharding = whole[SHARDS] if shards == rest else whole[REPLICAS, SHARDS]
-    place = rank // tensor
-    return Meshes(
-        sharding=sharding,
-        matrices=whole[MATRICES] if tensor > 1 else None,
-        sequence=_sequence_group(rest, tensor, sequence),
-        dp_rank=place // sequence,
-        dp_size=rest // sequence,
-        is_dp_leader=place % sequence == 0 and rank % tensor == 0,
-    )
+    sizes, names = (rest // shards, shards, tensor), (REPLICAS, SHARDS, MATRICES)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
 
 def _sequence_group(rest: int, tensor: int, size: int) -> SequenceGroup:
@@ -109,11 +83,19 @@ class ShardedEngine(TrainingEngine):
     ) -> None:
         assert source is not None, "a sharded engine is given a module without weights"
         self._source = source
-        self._meshes = meshes = make_meshes(device, options, rope_kind(module))
-        self.dp_rank, self.dp_size = meshes.dp_rank, meshes.dp_size
-        self.is_dp_leader = meshes.is_dp_leader
-        self.model_parallel_size = dist.get_world_size() // meshes.dp_size
-        self._sequence = meshes.sequence
+        tensor, sequence = options.memory.tensor_parallel_size, options.sequence_parallel
+        _check_sizes(tensor, sequence, rope_kind(module))
+        rest = dist.get_world_size() // tensor
+        whole = _mesh(device, options.memory.fsdp_size, rest, tensor)
+        self._sharding = whole[SHARDS] if whole[SHARDS].size() == rest else whole[REPLICAS, SHARDS]
+        """The meshes that shard parameters: shards, or replicas x shards."""
+        self._matrices = whole[MATRICES] if tensor > 1 else None
+        """Tensor parallel ranks; None where every rank computes with whole matrices."""
+        self._sequence = _sequence_group(rest, tensor, sequence)
+        place, matrix_rank = divmod(dist.get_rank(), tensor)
+        self.dp_rank, self.dp_size = place // sequence, rest // sequence
+        self.is_dp_leader = place % sequence == 0 and matrix_rank == 0
+        self.model_parallel_size = tensor * sequence
         super().__init__(module, device, options)
 
     def _finish_gradients(self) -> None:
