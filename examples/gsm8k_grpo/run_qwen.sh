@@ -22,7 +22,6 @@ caldera train \
   data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024 \
   actor_rollout_ref.model.path="$MODEL" \
   actor_rollout_ref.actor.ppo_mini_batch_size=256 \
-  actor_rollout_ref.actor.use_dynamic_bsz=true \
   actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24576 \
   actor_rollout_ref.actor.optim.lr=1e-6 \
   actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0.001 \

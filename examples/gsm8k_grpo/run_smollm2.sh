@@ -26,7 +26,7 @@ if [ ! -f "$sft/latest_checkpointed_iteration.txt" ]; then
     model.path="$MODEL" model.enable_gradient_checkpointing=false \
     data.train_files="$data/sft_train.parquet" data.val_files="$data/sft_test.parquet" \
     data.max_length=704 data.train_batch_size=64 \
-    data.use_dynamic_bsz=true data.max_token_len_per_gpu=32768 \
+    data.max_token_len_per_gpu=32768 \
     optim.lr=1e-4 trainer.total_epochs="$SFT_EPOCHS" trainer.seed="$SEED" \
     trainer.test_freq=after_each_epoch trainer.save_freq=1000000 \
     trainer.checkpoint.save_contents=[model,hf_model] \
@@ -41,7 +41,6 @@ caldera train \
   actor_rollout_ref.model.path="$start" \
   actor_rollout_ref.model.enable_gradient_checkpointing=false \
   actor_rollout_ref.actor.ppo_mini_batch_size=128 \
-  actor_rollout_ref.actor.use_dynamic_bsz=true \
   actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768 \
   actor_rollout_ref.actor.optim.lr=1e-5 \
   actor_rollout_ref.actor.optim.lr_warmup_steps=5 \

@@ -1,8 +1,8 @@
 """The task: `prepare.py FOLDER` writes prompts and preference pairs there.
 
-Prompts are sums of two numbers from 20 to 39. A pair has the right result and a wrong one: near it,
-or a number, or a few characters of the model's vocabulary, at random. The reward model sees pairs
-of the training prompts alone; the pairs and prompts of the test files are other sums.
+Prompts are the sums of two numbers from 20 to 29. A pair has the right result and a wrong one: near
+it, or a number, or a few characters of the model's vocabulary, at random. One pair in five is held
+out.
 
     train.parquet, test.parquet           rows of verl's schema, for PPO and its validation
     pairs_train.jsonl, pairs_test.jsonl   pairs, for the reward model
@@ -17,24 +17,25 @@ from pathlib import Path
 
 from caldera.demo.arithmetic import write_parquet
 
-SMALLEST, LARGEST = 20, 39
-HELD_OUT = 80
-PAIRS = 24  # of a prompt
+SMALLEST, LARGEST = 20, 29
+PAIRS = 60  # of a prompt
 
 
 def main(folder: Path) -> None:
     draw = random.Random(0)
     numbers = range(SMALLEST, LARGEST + 1)
     problems = [(f"{a}+{b}", str(a + b)) for a in numbers for b in numbers]
-    draw.shuffle(problems)
     folder.mkdir(parents=True, exist_ok=True)
-    for split, part in (("train", problems[HELD_OUT:]), ("test", problems[:HELD_OUT])):
-        write_parquet(part, split, folder / f"{split}.parquet")
-        with (folder / f"pairs_{split}.jsonl").open("w") as file:
-            for question, right in part:
-                for _ in range(PAIRS):
-                    pair = {"prompt": question, "chosen": right, "rejected": wrong(right, draw)}
-                    print(json.dumps(pair), file=file)
+    pairs = [
+        json.dumps({"prompt": question, "chosen": right, "rejected": wrong(right, draw)}) + "\n"
+        for question, right in problems
+        for _ in range(PAIRS)
+    ]
+    draw.shuffle(pairs)
+    held_out = len(pairs) // 5
+    for split, part in (("train", pairs[held_out:]), ("test", pairs[:held_out])):
+        (folder / f"pairs_{split}.jsonl").write_text("".join(part))
+        write_parquet(problems, split, folder / f"{split}.parquet")
 
 
 def wrong(right: str, draw: random.Random) -> str:

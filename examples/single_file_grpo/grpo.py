@@ -26,11 +26,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from caldera.config import FSDPConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from caldera.core_algos import LossScale
@@ -111,9 +112,12 @@ class Policy:
         self.settings = settings
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = hf_tokenizer(folder)
-        module = load_policy(ModelConfig(path=folder), torch.float32, settings.seed, "model")
+        self.module = cast(
+            PreTrainedModel,
+            load_policy(ModelConfig(path=folder), torch.float32, settings.seed, "model"),
+        )
         self.engine = LocalEngine(
-            module,
+            self.module,
             self.device,
             FSDPConfig(),
             OptimizerConfig(
@@ -131,7 +135,7 @@ class Policy:
                 max_model_len=settings.prompt_tokens + settings.response_tokens,
                 max_num_seqs=512,
             ),
-            module,
+            self.module,
             self.device,
         )
 
@@ -324,7 +328,7 @@ def main() -> None:
     ]
     drawing = svg_curve(curves, "GRPO in one file", "training step", "share right", standalone=True)
     (options.output / "curve.svg").write_text(drawing)
-    policy.engine.module.save_pretrained(options.output / "model")
+    policy.module.save_pretrained(options.output / "model")
     policy.tokenizer.save_pretrained(options.output / "model")
 
 

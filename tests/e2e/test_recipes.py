@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = REPOSITORY / "examples"
 RECIPES = sorted(path.parent for path in EXAMPLES.glob("*/README.md"))
-NO_RECIPES = {"cluster", "curriculum"}
-"""Examples that train nothing, or nothing that has a number to expect."""
+NO_RECIPES = {"cluster", "curriculum", "notebooks"}
+"""Examples that train nothing, or that have no band to expect."""
 SECTIONS = ("Run", "What it shows", "Expected", "Hardware")
 QUESTIONS = [
     {
@@ -72,6 +72,7 @@ def test_a_recipe_is_listed_and_says_what_to_expect(folder: Path) -> None:
         assert [title for title in titles if title in SECTIONS] == list(SECTIONS)
 
 
+@pytest.mark.slow
 def test_gsm8k(lab: Lab, tmp_path: Path) -> None:
     raw, out = raw_gsm8k(tmp_path), tmp_path / "out"
     small = [
@@ -167,6 +168,7 @@ def test_a_reward_model_and_ppo(lab: Lab, tmp_path: Path) -> None:
     assert 0 <= rm["val/accuracy"] <= 1
 
 
+@pytest.mark.slow
 def test_retool(lab: Lab, tmp_path: Path) -> None:
     load(EXAMPLES / "retool/tiny_task.py").main(tmp_path / "task", lessons=60)
     small = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=2"]
@@ -186,6 +188,7 @@ def test_retool(lab: Lab, tmp_path: Path) -> None:
     assert "num_turns/mean" in lab.metrics(tmp_path / "gpu/seed1")[-1]
 
 
+@pytest.mark.slow
 def test_search_r1(lab: Lab, tmp_path: Path) -> None:
     load(EXAMPLES / "search_r1/tiny_task.py").main(tmp_path / "cpu/task", lessons=60)
     variables = {"PORT": str(free_port()), "STEPS": "1"}
