@@ -43,7 +43,7 @@ from caldera.data import (
     right_pad,
     tokenize_chat,
 )
-from caldera.engine import ForwardPlan, LocalEngine, Outputs
+from caldera.engine import EngineOptions, ForwardPlan, LocalEngine, Outputs
 from caldera.models.loading import load_policy
 from caldera.protocol import DataProto, tensors_of
 from caldera.reward_score import default_compute_score
@@ -116,18 +116,14 @@ class Policy:
             PreTrainedModel,
             load_policy(ModelConfig(path=folder), torch.float32, settings.seed, "model"),
         )
-        self.engine = LocalEngine(
-            self.module,
-            self.device,
-            FSDPConfig(),
-            OptimizerConfig(
-                lr=settings.lr,
-                lr_warmup_steps=settings.warmup_steps,
-                lr_scheduler_type="cosine",
-                total_training_steps=settings.steps,
-            ),
-            grad_clip=settings.max_grad_norm,
+        optimizer = OptimizerConfig(
+            lr=settings.lr,
+            lr_warmup_steps=settings.warmup_steps,
+            lr_scheduler_type="cosine",
+            total_training_steps=settings.steps,
         )
+        told = EngineOptions(FSDPConfig(), optimizer, settings.max_grad_norm)
+        self.engine = LocalEngine(module, self.device, told)
         self.sampler = NativeRollout(
             RolloutConfig(
                 prompt_length=settings.prompt_tokens,
