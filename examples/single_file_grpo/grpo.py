@@ -123,7 +123,7 @@ class Policy:
             total_training_steps=settings.steps,
         )
         told = EngineOptions(FSDPConfig(), optimizer, settings.max_grad_norm)
-        self.engine = LocalEngine(module, self.device, told)
+        self.engine = LocalEngine(self.module, self.device, told)
         self.sampler = NativeRollout(
             RolloutConfig(
                 prompt_length=settings.prompt_tokens,
