@@ -72,7 +72,7 @@ def test_a_request_under_way_does_not_keep_the_process_alive() -> None:
             client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             connection, _ = silent.accept()
             started = set(threading.enumerate()) - before
-            assert any(thread.name == "router" for thread in started)
+            assert any(thread.name == "_forward" for thread in started)
             assert all(thread.daemon for thread in started)
             connection.close()
         router.close()
