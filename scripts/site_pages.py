@@ -98,7 +98,9 @@ def site_page(source: PurePosixPath, text: str) -> tuple[str, list[PurePosixPath
             raise IsADirectoryError(f"{source} links to {match[2]}: name a file of this folder")
         if path.parts[0] != "docs" and path not in READMES:
             linked.append(path)
-        place = os.path.relpath(site_path(path), site_path(source).parent)
+        # On the site a page has one name in all languages: the reader's language picks the file.
+        untranslated = path.with_name(path.name.replace(".zh.md", ".md"))
+        place = os.path.relpath(site_path(untranslated), site_path(source).parent)
         return f"{match[1]}{place}{match[3] or ''})"
 
     def prose(part: str) -> str:
