@@ -173,26 +173,19 @@ class PackedModel(nn.Module):
     ) -> dict[str, Tensor]:
         with self._kept_activations():
             hidden = self._hidden(packed)  # (n, H)
-        if not names:
-            return self._frozen(hidden)
-        if names[0] in ("values", "scores"):
-            return {names[0]: self._values(hidden)}
+        if names and names[0] in ("values", "scores"):
+            # In the precision of the head's parameters, whatever the rest computes in: rounded to
+            # bfloat16, the scores of two responses would often be the same. FSDP would warn of the
+            # view of a (n, 1) tensor.
+            return {names[0]: value_scores(self.inner, hidden).clone()}
         head = language_head(self.inner)
+        if not names:  # a sharded head is dropped after this
+            return {"hidden": hidden, "head": head.detach().to(hidden.dtype).clone()}
         told = head_outputs(hidden, head, packed.labels, temperature, names)
         found: dict[str, Tensor] = {str(name): value for name, value in told.items()}
         if reference is not None:
             found["full_kl"] = full_kl(hidden, head, *reference, temperature)
         return found
-
-    def _frozen(self, hidden: Tensor) -> dict[str, Tensor]:
-        head = language_head(self.inner).detach().to(hidden.dtype)
-        return {"hidden": hidden, "head": head.clone()}  # a sharded one is dropped after this
-
-    def _values(self, hidden: Tensor) -> Tensor:
-        """In the precision of the head's parameters, whatever the rest computes in: rounded to
-        bfloat16, the scores of two responses would often be the same."""
-        # FSDP would warn of the view of a (n, 1) tensor.
-        return value_scores(self.inner, hidden).clone()
 
     def _hidden(self, packed: PackedRows) -> Tensor:
         """Hidden states (n, H) of the tokens at which something is computed."""

@@ -218,12 +218,9 @@ class Weights:
     def fill(self, source: WeightSource) -> None:
         """Give the parameters their values; each rank reads every tensor of which it has a part."""
         for name, held in self._pieces.items():
-            self.write(name, source.tensor(name), held)
-
-    def write(self, name: str, whole: Tensor, held: list[Piece] | None = None) -> None:
-        """Keep this rank's part of a whole tensor."""
-        for piece in self._pieces[name] if held is None else held:
-            piece.write(self.part(piece, whole))
+            whole = source.tensor(name)
+            for piece in held:
+                piece.write(self.part(piece, whole))
 
     def part(self, piece: Piece, whole: Tensor) -> Tensor:
         """Of a whole Hugging Face tensor, what the piece is."""

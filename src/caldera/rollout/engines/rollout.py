@@ -180,21 +180,16 @@ class EngineRollout(StepwiseRollout):
         if self._awake:
             return
         for place, engine in enumerate(self._engines):
-            try:
+            with self._reviving(place):  # what is started anew is awake
                 engine.wake_up(part)
-            except EngineDied as error:  # what is started anew is awake
-                self._revive(place, error)
 
     def _push(self) -> None:
         """Bring the weights to the engines that lack them, but for one that dies meanwhile."""
         if self._weights.is_empty:
             self._take_own_weights()
         for place in sorted(self._weights.lacking):
-            try:
+            with self._reviving(place):
                 self._weights.push(place, self._engines[place], self.version)
-            except EngineDied as error:
-                self._revive(place, error)
-            else:
                 self._unproven.add(place)
 
     def _take_own_weights(self) -> None:
@@ -208,16 +203,22 @@ class EngineRollout(StepwiseRollout):
         while self._weights.lacking or self._unproven:
             self._push()
             for place in sorted(self._unproven):
-                try:
+                with self._reviving(place):
                     self._prove(place)
-                except EngineDied as error:
-                    self._revive(place, error)
                 self._unproven.discard(place)
 
     def _prove(self, place: int) -> None:
         if self._probe is not None:
             found = self._engines[place].score(self._probe.token_ids)
             self._probe.check(found, self._dtype, f"{self.name} (engine {place})")
+
+    @contextmanager
+    def _reviving(self, place: int) -> Iterator[None]:
+        """If the engine dies meanwhile, it is started anew."""
+        try:
+            yield
+        except EngineDied as error:
+            self._revive(place, error)
 
     def _revive(self, place: int, error: EngineDied) -> None:
         """Start an engine anew, and let its requests wait for it."""
@@ -296,13 +297,9 @@ class EngineRollout(StepwiseRollout):
         self._make_ready()
         self._send_waiting()
         for place in self._ready():
-            try:
-                events = self._engines[place].step()
-            except EngineDied as error:
-                self._revive(place, error)
-                continue
-            for event in events:
-                self._take_in(event)
+            with self._reviving(place):
+                for event in self._engines[place].step():
+                    self._take_in(event)
 
     def _ready(self) -> list[int]:
         """The engines that have events, or will have next."""
@@ -378,10 +375,8 @@ class EngineRollout(StepwiseRollout):
         for number, state in list(self._in_engine.items()):
             if number not in self._in_engine:  # its engine died: all of its requests are requeued
                 continue
-            try:
+            with self._reviving(state.replica):
                 self._engines[state.replica].abort(number)
-            except EngineDied as error:
-                self._revive(state.replica, error)
             self._requeue([number])
 
     def _requeue(self, numbers: list[int]) -> int:
