@@ -5,8 +5,8 @@ set -euo pipefail
 MODEL=${MODEL:-outputs/demo-tiny/start}   # the policy, and the start of reward model and critic
 OUT=${OUT:-runs/reward_model_ppo}
 SEED=${SEED:-1}
-RM_STEPS=${RM_STEPS:-300}     # of 128 pairs each
-STEPS=${STEPS:-50}            # of PPO: 64 prompts x 8 samples each
+RM_STEPS=${RM_STEPS:-200}     # of 128 pairs each
+STEPS=${STEPS:-30}            # of PPO: 64 prompts x 8 samples each
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 command -v caldera > /dev/null || caldera() { python3 -m caldera.cli "$@"; }
 
@@ -30,7 +30,7 @@ caldera train \
   actor_rollout_ref.model.path="$MODEL" \
   actor_rollout_ref.model.enable_gradient_checkpointing=false \
   actor_rollout_ref.actor.ppo_mini_batch_size=32 \
-  actor_rollout_ref.actor.optim.lr=3e-4 actor_rollout_ref.actor.optim.lr_warmup_steps=10 \
+  actor_rollout_ref.actor.optim.lr=5e-4 \
   actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0.02 \
   actor_rollout_ref.rollout.n=8 \
   actor_rollout_ref.rollout.seed="$SEED" \

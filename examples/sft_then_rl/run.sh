@@ -4,8 +4,8 @@
 set -euo pipefail
 OUT=${OUT:-runs/sft_then_rl}
 SEED=${SEED:-1}
-SFT_STEPS=${SFT_STEPS:-300}   # of 128 sums each
-STEPS=${STEPS:-60}            # of GRPO: 64 prompts x 8 samples each
+SFT_STEPS=${SFT_STEPS:-600}   # of 128 sums each
+STEPS=${STEPS:-40}            # of GRPO: 64 prompts x 8 samples each
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 command -v caldera > /dev/null || caldera() { python3 -m caldera.cli "$@"; }
 
@@ -15,7 +15,7 @@ caldera sft \
   model.path="$OUT/data/model" model.enable_gradient_checkpointing=false \
   data.train_files="$OUT/data/sft_train.parquet" data.val_files="$OUT/data/sft_test.parquet" \
   data.train_batch_size=128 data.max_length=16 \
-  optim.lr=2e-3 optim.lr_scheduler=constant trainer.seed="$SEED" trainer.total_training_steps="$SFT_STEPS" \
+  optim.lr=2e-3 optim.betas=[0.9,0.999] trainer.seed="$SEED" trainer.total_training_steps="$SFT_STEPS" \
   trainer.save_freq="$SFT_STEPS" trainer.test_freq="$SFT_STEPS" \
   trainer.checkpoint.save_contents=[model,hf_model] trainer.logger=file \
   trainer.default_local_dir="$OUT/sft-seed$SEED"
