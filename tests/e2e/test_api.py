@@ -82,7 +82,9 @@ def test_the_same_run_as_the_command(lab: Lab, tmp_path: Path) -> None:
         assert same == {key: two[key] for key in same}
 
 
-def test_trls_quickstart_with_other_names(lab: Lab, tmp_path: Path) -> None:
+def test_trls_quickstart_with_other_names(
+    lab: Lab, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """`GRPOTrainer(model=, reward_funcs=, train_dataset=)`, its reward unchanged."""
     dataset = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in SUMS]
     lengths: list[int] = []
@@ -101,6 +103,7 @@ def test_trls_quickstart_with_other_names(lab: Lab, tmp_path: Path) -> None:
     trainer.train()
     assert lengths == [20, 20], "a whole batch a call"
     assert trainer.metrics[-1]["critic/score/mean"] > 0
+    assert "ground_truth" not in caplog.text, "no row has one, so none is missing"
 
 
 def test_several_rewards_callbacks_that_stop_and_resuming(lab: Lab, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from caldera.data.files import Row, read_rows
+from caldera.data.plain_rows import TRUTH, UNNAMED, with_truth
 from caldera.errors import DataError
 from caldera.storage.writing import write_text_atomic
 
@@ -17,9 +18,7 @@ File: TypeAlias = str | PathLike[str]
 Dataset: TypeAlias = File | Sequence[File] | Iterable[Mapping[str, Any]]
 """Rows as dicts, a pandas DataFrame, a `datasets.Dataset`, a pyarrow Table, or files."""
 
-TRUTHS = ("ground_truth", "answer", "solution", "label", "target")
-"""Columns of the reference answer, the first of which a row has is its ground truth."""
-OF_RUNS = ("prompt", "data_source", "reward_model", "extra_info", "agent_name", "ability")
+OF_RUNS = ("prompt", "data_source", TRUTH, "agent_name")
 """Columns that a run reads itself; others reach rewards by name."""
 
 
@@ -86,19 +85,11 @@ def prompts_of(data: Any, what: str = "dataset") -> Prompts:
 
 
 def _row(number: int, row: Row) -> Row:
-    if isinstance(row.get("reward_model"), Mapping):
-        info = {"index": number} | dict(row.get("extra_info") or {}) | {"prompt": row["prompt"]}
-        return {**row, "data_source": row.get("data_source", "data"), "extra_info": info}
-    others = {name: value for name, value in row.items() if name not in OF_RUNS}
-    truth = next((row[name] for name in TRUTHS if row.get(name) is not None), "")
-    info = {"index": number, **dict(row.get("extra_info") or {}), **others}
-    return {
-        "prompt": row["prompt"],
-        "data_source": row.get("data_source", "data"),
-        "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": info | {"prompt": row["prompt"]},
-        **({"agent_name": row["agent_name"]} if "agent_name" in row else {}),
-    }
+    if not isinstance(row.get(TRUTH), Mapping):
+        row = with_truth(row, row, {*OF_RUNS, "extra_info", "ability"})
+    info = {"index": number, **(row.get("extra_info") or {}), "prompt": row["prompt"]}
+    kept = {name: row[name] for name in OF_RUNS if name in row}
+    return {"data_source": UNNAMED, **kept, "extra_info": info}
 
 
 def write_rows(rows: Sequence[Row], file: Path, what: str) -> None:

@@ -25,14 +25,16 @@ def completed(table: RowTable, prompt_key: str, source_key: str) -> RowTable:
     for number, row in enumerate(table.rows):
         columns = table.columns_of(number)
         if TRUTH not in columns:
-            row = _with_truth(row, columns, {prompt_key, source_key, "extra_info"})
+            row = with_truth(row, columns, {prompt_key, source_key, "extra_info"})
         if source_key not in columns:
             row = {**row, source_key: UNNAMED}
         rows.append(row)
     return replace(table, rows=rows)
 
 
-def _with_truth(row: Row, columns: Collection[str], known: set[str]) -> Row:
+def with_truth(row: Row, columns: Collection[str], known: set[str]) -> Row:
+    """A row with its reference answer as the ground truth, and its columns that are not known to
+    the run in `extra_info`."""
     truth = next((row[name] for name in TRUTHS if row.get(name) is not None), None)
     completed = {**row, TRUTH: {"style": "rule", "ground_truth": truth}}
     given = row.get("extra_info") or {}

@@ -27,8 +27,9 @@ def check_truths(
     """Raise DataError if a row lacks what the scorer of its data source reads. `key` names the
     files.
 
-    A function of the user's own may do without the value of a ground truth, so it gets a warning. A
-    data set of the user's own may add it to its items: their rows are checked when they are scored.
+    A custom function may do without the value of a ground truth: where some rows have one, the
+    others get a warning. A custom data set may add it to its items: their rows are checked when
+    they are scored.
     """
     if type(dataset) is not RLHFDataset:
         return
@@ -62,7 +63,7 @@ def check_truths(
             f"their scorer needs: {first_of(places)}. Fill it, drop these rows, or set "
             "custom_reward_function.path to a function that does without"
         )
-    if unread:
+    if len(unread) < len(dataset) and unread:  # rewards of rows that all lack one do without
         logger.warning(
             "%s: reward_model.ground_truth is null, NaN or empty in %d rows, which the scorer gets "
             "as it is: %s",
