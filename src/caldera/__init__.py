@@ -7,8 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from caldera.api import Run, dpo, evaluate, generate, grpo, ppo, sft
-    from caldera.errors import StopTraining
+    from caldera.api import Run, StopTraining, dpo, evaluate, generate, grpo, ppo, sft
     from caldera.protocol import DataProto
     from caldera.tools import function_tool as tool
 
@@ -36,11 +35,10 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 _HOMES = {
     "DataProto": ("caldera.protocol", "DataProto"),
-    "StopTraining": ("caldera.errors", "StopTraining"),
     "tool": ("caldera.tools", "function_tool"),
     **{
         name: ("caldera.api", name)
-        for name in ("Run", "dpo", "evaluate", "generate", "grpo", "ppo", "sft")
+        for name in ("Run", "StopTraining", "dpo", "evaluate", "generate", "grpo", "ppo", "sft")
     },
 }
 """Where the public names are: they bring torch along, for which `caldera --help` need not wait."""

@@ -36,16 +36,11 @@ __all__ = [
     "RegistryError",
     "RewardError",
     "RolloutError",
-    "StopTraining",
     "UnknownKeyError",
     "UnsupportedError",
     "WorkerError",
     "nearest",
 ]
-
-
-class StopTraining(Exception):
-    """Raised by a callback of a run: it ends after this step, as it does after its last."""
 
 
 class CalderaError(Exception):

@@ -7,12 +7,14 @@ from caldera.api.inference import evaluate, generate
 from caldera.api.rewards import Reward
 from caldera.api.runs import Run
 from caldera.api.training import Callback, dpo, grpo, ppo, sft
+from caldera.trainer.loop import StopTraining
 
 __all__ = [
     "Callback",
     "Dataset",
     "Reward",
     "Run",
+    "StopTraining",
     "dpo",
     "evaluate",
     "generate",

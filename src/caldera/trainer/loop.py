@@ -18,7 +18,6 @@ import torch
 from caldera.config.sft import EACH_EPOCH
 from caldera.data import Batch, StatefulLoader
 from caldera.data.importing import named_function
-from caldera.errors import StopTraining
 from caldera.registry import Registry
 from caldera.single_controller import WorkerGroup
 from caldera.tracking import Generation, Tracking, TrainingProgress
@@ -27,6 +26,10 @@ from caldera.trainer.metrics import Metrics, marked_timer
 from caldera.trainer.running import RunConfig, check_steps_left, open_run
 
 logger = logging.getLogger(__name__)
+
+
+class StopTraining(Exception):
+    """Raised by a callback of a run: it ends after this step, as it does after its last."""
 
 
 class Stateful(Protocol):
