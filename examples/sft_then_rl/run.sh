@@ -4,8 +4,8 @@
 set -euo pipefail
 OUT=${OUT:-runs/sft_then_rl}
 SEED=${SEED:-1}
-SFT_STEPS=${SFT_STEPS:-600}   # of 128 sums each
-STEPS=${STEPS:-40}            # of GRPO: 64 prompts x 8 samples each
+SFT_STEPS=${SFT_STEPS:-400}   # of 128 sums each
+STEPS=${STEPS:-250}           # of GRPO: 64 prompts x 8 samples each
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 command -v caldera > /dev/null || caldera() { python3 -m caldera.cli "$@"; }
 
@@ -27,7 +27,7 @@ caldera train \
   actor_rollout_ref.model.path="$OUT/sft-seed$SEED/global_step_$SFT_STEPS/actor/huggingface" \
   actor_rollout_ref.model.enable_gradient_checkpointing=false \
   actor_rollout_ref.actor.ppo_mini_batch_size=32 \
-  actor_rollout_ref.actor.optim.lr=5e-4 \
+  actor_rollout_ref.actor.optim.lr=2e-4 \
   actor_rollout_ref.actor.optim.lr_warmup_steps=10 \
   actor_rollout_ref.actor.optim.lr_scheduler_type=cosine \
   actor_rollout_ref.rollout.n=8 \
